@@ -1,0 +1,3 @@
+//! The `evermount` program.
+
+fn main() {}
