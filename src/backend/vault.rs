@@ -10,7 +10,8 @@ use crate::region::Identity;
 use crate::wire::Errno;
 
 /// What a deposited descriptor is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum VaultKey {
     /// The root of the store, held so that it stays the same directory.
     Root,

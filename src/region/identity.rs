@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use serde::de::Error as _;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// A backend's durable name of an object: opaque bytes, at most [`Identity::MAX`], with the object's
@@ -67,5 +68,31 @@ impl fmt::Debug for Identity {
         self.as_bytes_ref()
             .iter()
             .try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl serde::Serialize for Identity {
+    /// Hexadecimal digits, as messages between processes carry it.
+    fn serialize<S: serde::Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let hex: String = (self.as_bytes_ref().iter())
+            .map(|b| format!("{b:02x}"))
+            .collect();
+        to.serialize_str(&hex)
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for Identity {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Identity, D::Error> {
+        let hex = <std::borrow::Cow<'de, str>>::deserialize(from)?;
+        let digit = |b: u8| char::from(b).to_digit(16).map(|d| d as u8);
+        let bytes: Option<Vec<u8>> = (hex.as_bytes().chunks(2))
+            .map(|pair| match pair {
+                [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
+                _ => None,
+            })
+            .collect();
+        bytes
+            .and_then(|bytes| Identity::new(&bytes))
+            .ok_or_else(|| D::Error::custom(format!("'{hex}' is not an identity")))
     }
 }

@@ -1,0 +1,426 @@
+//! What the processes say to each other.
+//!
+//! Every message is a JSON object. A field that a reader does not know is ignored and one that may
+//! be missing has a default, so a field can be added without a new protocol version; anything else
+//! needs one ([`PROTOCOL`]).
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::VaultKey;
+use crate::region::Identity;
+
+/// Versions of the conversation between backend and front-end that this program can hold, oldest
+/// and newest. The front-end chooses the newest both sides have.
+///
+/// Version history:
+/// 1. first version.
+pub const PROTOCOL: (u32, u32) = (1, 1);
+
+/// The newest version in both ranges, if they overlap.
+pub fn common_protocol(ours: (u32, u32), theirs: (u32, u32)) -> Option<u32> {
+    let newest = ours.1.min(theirs.1);
+    (newest >= ours.0.max(theirs.0)).then_some(newest)
+}
+
+/// From a backend to its front-end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "type")]
+pub enum BackendMessage {
+    /// The first message: who is there. Nothing is given to a backend before it.
+    Hello {
+        /// Versions it can speak ([`PROTOCOL`]).
+        protocol: (u32, u32),
+        /// Version of its program.
+        version: String,
+        /// Its process.
+        pid: u32,
+    },
+    /// The store is open and the backend serves from now on.
+    Ready {
+        /// Identity of the root. A successor with another root is refused.
+        root: Identity,
+        /// Requests must carry paths.
+        needs_paths: bool,
+    },
+    /// Keep the descriptor beside this message. Answered.
+    Deposit {
+        /// Number of the call; the answer repeats it.
+        id: u64,
+        /// Under which key.
+        key: VaultKey,
+    },
+    /// Give back a duplicate of what is kept. Answered.
+    Withdraw {
+        /// Number of the call; the answer repeats it.
+        id: u64,
+        /// Under which key.
+        key: VaultKey,
+    },
+    /// Drop what is kept. Not answered.
+    Discard {
+        /// Under which key.
+        key: VaultKey,
+    },
+    /// This backend cannot serve and is about to exit.
+    Failed {
+        /// Why, for the person who reads `status`.
+        reason: String,
+    },
+}
+
+/// From a front-end to its backend.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "type")]
+pub enum FrontendMessage {
+    /// Serve this mount. The descriptor beside it is the slot memory of the session region.
+    Attach {
+        /// The version both speak.
+        protocol: u32,
+        /// Number of this start of a backend.
+        generation: u32,
+        /// What to serve.
+        source: Source,
+        /// How.
+        #[serde(default)]
+        options: BackendOptions,
+    },
+    /// The outcome of a `Deposit` or `Withdraw`.
+    Answer {
+        /// Number of the call.
+        id: u64,
+        /// 0, or why it failed.
+        errno: i32,
+        /// The descriptor that was asked for is beside this message.
+        found: bool,
+    },
+    /// Finish what runs, take nothing new, exit.
+    Retire,
+}
+
+/// How a backend is to serve. Empty so far; every field added needs a default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BackendOptions {
+    /// The mount is read-only: the store can be opened so.
+    pub read_only: bool,
+}
+
+/// What a mount shows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Source {
+    /// A local directory, `dir:/path`.
+    Dir(PathBuf),
+}
+
+/// Why a source cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SourceError {
+    /// No kind before the first colon.
+    #[error("source '{0}' has no kind; write dir:/path for a local directory")]
+    NoKind(String),
+    /// A kind that is planned.
+    #[error("source '{0}': the {1} backend is not built in yet; use dir:/path")]
+    NotBuiltIn(String, &'static str),
+    /// A kind nobody knows.
+    #[error("source '{0}': there is no backend '{1}'; use dir:/path")]
+    UnknownKind(String, String),
+    /// Nothing after the colon.
+    #[error("source '{0}' names no directory; write dir:/path")]
+    Empty(String),
+}
+
+impl FromStr for Source {
+    type Err = SourceError;
+
+    fn from_str(text: &str) -> Result<Source, SourceError> {
+        let all = || text.to_owned();
+        match text.split_once(':') {
+            Some(("dir", "")) => Err(SourceError::Empty(all())),
+            Some(("dir", path)) => Ok(Source::Dir(path.into())),
+            Some(("ceph", _)) => Err(SourceError::NotBuiltIn(all(), "ceph")),
+            Some(("exec", _)) => Err(SourceError::NotBuiltIn(all(), "exec")),
+            // A path may have a colon in it; then this is no kind but a forgotten one.
+            Some((kind, _)) if !kind.contains('/') => {
+                Err(SourceError::UnknownKind(all(), kind.to_owned()))
+            }
+            _ => Err(SourceError::NoKind(all())),
+        }
+    }
+}
+
+impl TryFrom<String> for Source {
+    type Error = SourceError;
+
+    fn try_from(text: String) -> Result<Source, SourceError> {
+        text.parse()
+    }
+}
+
+impl From<Source> for String {
+    fn from(source: Source) -> String {
+        source.to_string()
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Dir(path) => write!(f, "dir:{}", path.display()),
+        }
+    }
+}
+
+impl Source {
+    /// The local path behind it, if it is one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Source::Dir(path) => Some(path),
+        }
+    }
+}
+
+/// How requests reach the backend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Channel {
+    /// The front-end reads the kernel's requests and hands them over in shared memory.
+    #[default]
+    Relay,
+    /// The backend reads them itself, through a duplicate of the kernel's descriptor.
+    Lease,
+}
+
+impl fmt::Display for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Channel::Relay => "relay",
+            Channel::Lease => "lease",
+        })
+    }
+}
+
+/// From a client (`evermount status`) to a front-end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "command")]
+pub enum Command {
+    /// How is the mount? Answered by [`CommandAnswer::Status`].
+    Status,
+    /// A command of a newer client. Answered by [`CommandAnswer::Failed`].
+    #[serde(other)]
+    Unknown,
+}
+
+/// From a front-end to a client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "answer")]
+pub enum CommandAnswer {
+    /// How the mount is.
+    Status(Box<Status>),
+    /// The command was not carried out.
+    Failed {
+        /// Why, and what to do.
+        reason: String,
+    },
+}
+
+/// Whether a mount is served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// A backend serves.
+    Serving,
+    /// A planned replacement is under way.
+    Handover,
+    /// No backend serves; the next one is being started.
+    #[default]
+    Outage,
+    /// The mount can never be served again (its root is gone, for example).
+    Failed,
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            State::Serving => "serving",
+            State::Handover => "handover",
+            State::Outage => "outage",
+            State::Failed => "failed",
+        })
+    }
+}
+
+/// How a mount is: the object `evermount status --json` prints. Its field names are a contract with
+/// scripts; fields are only ever added.
+///
+/// Counters count since the mount was made.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Status {
+    /// Where it is mounted.
+    pub mountpoint: PathBuf,
+    /// What is mounted.
+    pub source: String,
+    /// Whether it is served.
+    pub state: State,
+    /// Why it is not served, or why the last backend ended.
+    pub reason: Option<String>,
+    /// Number of the backend that serves or served last; the first is 1.
+    pub generation: u32,
+    /// How requests reach the backend.
+    pub channel: Channel,
+    /// The front-end.
+    pub frontend_pid: u32,
+    /// The backend, while there is one.
+    pub backend_pid: Option<u32>,
+    /// A successor kept warm.
+    pub standby_pid: Option<u32>,
+    /// Version of the front-end's program.
+    pub version: String,
+    /// Version of the backend's program.
+    pub backend_version: Option<String>,
+    /// Backends that took over from one that died.
+    pub takeovers: u64,
+    /// Planned replacements.
+    pub handovers: u64,
+    /// The last time without service, from the death of a backend until its successor served.
+    pub last_pause_ms: Option<f64>,
+    /// The longest such time.
+    pub longest_pause_ms: Option<f64>,
+    /// How long the outage has lasted, while there is one.
+    pub outage_ms: Option<f64>,
+    /// Open files.
+    pub open_files: u64,
+    /// Open directories.
+    pub open_dirs: u64,
+    /// Locks held.
+    pub locks: u64,
+    /// Locks that could not be had back after a death.
+    pub lost_locks: u64,
+    /// Writes of others that met unflushed ones of ours.
+    pub conflicts: u64,
+    /// Acknowledged bytes that could not be written.
+    pub dropped_bytes: u64,
+    /// Inodes the kernel knows.
+    pub inodes: u64,
+    /// Requests that were read and are not answered.
+    pub inflight: u64,
+    /// Age of the oldest of them.
+    pub oldest_request_ms: Option<f64>,
+    /// Acknowledged bytes that are not durable in the store.
+    pub unflushed_bytes: u64,
+    /// Requests that were begun by a backend that died and were done by its successor.
+    pub reissued: u64,
+    /// Requests of a backend that died which its successor found done.
+    pub verified_done: u64,
+    /// Requests of which it cannot be known who did them.
+    pub ambiguous: u64,
+    /// Requests answered with EIO because they kill every backend.
+    pub poisoned: u64,
+    /// Requests answered in an outage because their caller was dying.
+    pub early_answers: u64,
+    /// Callers that wait for a lock.
+    pub waiters: u64,
+    /// Starts of a backend that came to nothing since the last one that served.
+    pub restarts_failed: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_read_back_as_it_was_written() {
+        let source: Source = "dir:/a b:c".parse().unwrap();
+        assert_eq!(source, Source::Dir("/a b:c".into()));
+        let json = serde_json::to_string(&source).unwrap();
+        assert_eq!(json, r#""dir:/a b:c""#);
+        assert_eq!(serde_json::from_str::<Source>(&json).unwrap(), source);
+    }
+
+    #[test]
+    fn a_source_that_cannot_be_used_is_refused_with_a_reason() {
+        let reason = |s: &str| s.parse::<Source>().unwrap_err().to_string();
+        assert!(reason("/data").contains("dir:/path"));
+        assert!(reason("/data:x").contains("has no kind"));
+        assert!(reason("ceph:/x").contains("not built in yet"));
+        assert!(reason("exec:sshfs").contains("not built in yet"));
+        assert!(reason("nfs:/x").contains("no backend 'nfs'"));
+        assert!(reason("dir:").contains("no directory"));
+    }
+
+    #[test]
+    fn a_vault_key_survives_the_way_to_the_front_end() {
+        let id = Identity::new(&[1, 0xab, 255]).unwrap();
+        for key in [
+            VaultKey::Root,
+            VaultKey::Inode(id),
+            VaultKey::Lock {
+                nodeid: u64::MAX,
+                owner: 1 << 63,
+                flock: true,
+            },
+        ] {
+            let message = BackendMessage::Deposit { id: 3, key };
+            let json = serde_json::to_string(&message).unwrap();
+            assert_eq!(
+                serde_json::from_str::<BackendMessage>(&json).unwrap(),
+                message
+            );
+        }
+        let ready = BackendMessage::Ready {
+            root: id,
+            needs_paths: false,
+        };
+        let json = serde_json::to_string(&ready).unwrap();
+        assert!(json.contains(r#""root":"01abff""#), "{json}");
+    }
+
+    #[test]
+    fn an_identity_that_is_no_hex_or_too_long_is_refused() {
+        let long = format!("\"{}\"", "00".repeat(Identity::MAX + 1));
+        for bad in ["\"0\"", "\"zz\"", "\"é\"", "7", "\"+1\"", long.as_str()] {
+            assert!(serde_json::from_str::<Identity>(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn versions_meet_at_the_newest_common_one() {
+        assert_eq!(common_protocol((1, 3), (2, 5)), Some(3));
+        assert_eq!(common_protocol((1, 1), (1, 1)), Some(1));
+        assert_eq!(common_protocol((1, 2), (3, 4)), None);
+    }
+
+    #[test]
+    fn status_has_the_promised_fields_in_their_promised_form() {
+        let json = serde_json::to_value(Status::default()).unwrap();
+        let promised = "mountpoint source state reason generation channel frontend_pid backend_pid \
+            standby_pid version backend_version takeovers handovers last_pause_ms longest_pause_ms \
+            outage_ms open_files open_dirs locks lost_locks conflicts dropped_bytes inodes inflight \
+            oldest_request_ms unflushed_bytes reissued verified_done ambiguous poisoned";
+        for field in promised.split_whitespace() {
+            assert!(json.get(field).is_some(), "{field} is missing");
+        }
+        assert_eq!(json["state"], "outage");
+        assert_eq!(json["channel"], "relay");
+    }
+
+    #[test]
+    fn a_command_of_a_newer_client_is_unknown_and_no_error() {
+        let command: Command = serde_json::from_str(r#"{"command":"dance","with":3}"#).unwrap();
+        assert_eq!(command, Command::Unknown);
+    }
+
+    #[test]
+    fn a_status_of_a_newer_front_end_is_read() {
+        let answer = r#"{"answer":"status","state":"serving","locks":3,"new_field":[1]}"#;
+        let CommandAnswer::Status(status) = serde_json::from_str(answer).unwrap() else {
+            panic!("not a status");
+        };
+        assert_eq!((status.state, status.locks), (State::Serving, 3));
+    }
+}
