@@ -37,6 +37,11 @@ const OUTSIDE_MAX: usize = 1 << 16;
 /// Deaths of a backend with a request as the only one running, after which it is poison.
 const POISON_DEATHS: u8 = 2;
 
+/// `df` and `stat` of the root return within a second, whatever the store does.
+const ROOT_PATIENCE: Duration = Duration::from_millis(500);
+/// A caller is looked at when its request is this old, nanoseconds.
+const CALLER_PATIENCE: u64 = 200_000_000;
+
 /// What the mount does at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Service {
@@ -954,6 +959,16 @@ impl Core {
         error_reply(unique, Some(errno))
     }
 
+    /// Calling threads whose requests have waited for some time.
+    pub fn callers(&self) -> Vec<u32> {
+        let now = sys::monotonic_ns();
+        let slots = self.slots.iter().flatten().filter(|s| !s.answered);
+        let held = slots.map(|s| &s.held).chain(self.outside.iter().map(|o| &o.held));
+        held.filter(|h| h.pid != 0 && now.saturating_sub(h.arrived) >= CALLER_PATIENCE)
+            .map(|h| h.pid)
+            .collect()
+    }
+
     /// Looks after what depends on time. `is_dying` says whether a caller is on its way out.
     pub fn tick(&mut self, io: &Io, is_dying: impl Fn(u32) -> bool) {
         let now = sys::monotonic_ns();
@@ -1014,11 +1029,6 @@ impl Core {
         now: u64,
         is_dying: &impl Fn(u32) -> bool,
     ) -> bool {
-        /// `df` and `stat` of the root return within a second, whatever the store does.
-        const ROOT_PATIENCE: Duration = Duration::from_millis(500);
-        /// A caller is looked at when its request is this old.
-        const CALLER_PATIENCE: Duration = Duration::from_millis(200);
-
         if held.purpose == Purpose::Internal || held.opcode.has_no_reply() {
             return false;
         }
@@ -1038,7 +1048,7 @@ impl Core {
             io.send(&reply);
             return true;
         }
-        if age >= CALLER_PATIENCE && held.pid != 0 && is_dying(held.pid) {
+        if age >= Duration::from_nanos(CALLER_PATIENCE) && held.pid != 0 && is_dying(held.pid) {
             self.counters.early_answers += 1;
             let outage = self.service != Service::Serving;
             if !(outage && self.apply_in_outage(io, held, request, true)) {
