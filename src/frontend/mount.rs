@@ -671,6 +671,10 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> Result<(), UnmountError> {
         path: mountpoint.to_owned(),
         source,
     })?;
+    // fusermount3 has no message of its own for this.
+    if mountinfo::read().is_ok_and(|mounts| mountinfo::topmost(&mounts, &path).is_none()) {
+        return Err(UnmountError::NotMounted { path });
+    }
     if !nix::unistd::geteuid().is_root() {
         return unmount_as_user(&path, lazy);
     }
