@@ -18,8 +18,8 @@ use super::fault::{self, Place};
 use super::{Attempt, Backend, Call, Replayed, Vault, VaultKey, put_answer};
 use crate::control::message::{BackendMessage, BackendOptions, FrontendMessage, PROTOCOL, Source};
 use crate::control::socket::Conn;
-use crate::region::slot::{Phase, Slot, SlotIndex};
 use crate::region::Region;
+use crate::region::slot::{Phase, Slot, SlotIndex};
 use crate::wire::{Errno, Request};
 
 /// Threads that serve at the start.
@@ -33,12 +33,13 @@ const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The front-end and this program do not understand each other.
-    #[error("front-end speaks protocol version {theirs}, this backend {ours}; use the same release for both")]
+    #[error(
+        "front-end chose control protocol {theirs}, which this backend did not offer; \
+         use the same release for both"
+    )]
     Protocol {
-        /// Its version.
+        /// The version it chose.
         theirs: u32,
-        /// Ours.
-        ours: u32,
     },
     /// The front-end did not do what it should.
     #[error("front-end {0}")]
@@ -62,7 +63,7 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
     let conn = Arc::new(conn);
     conn.send(
         &BackendMessage::Hello {
-            protocol: (PROTOCOL, PROTOCOL),
+            protocol: PROTOCOL,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
         },
@@ -80,11 +81,8 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
     else {
         return Err(ServeError::Attach("sent something else than an attach"));
     };
-    if protocol != PROTOCOL {
-        return Err(ServeError::Protocol {
-            theirs: protocol,
-            ours: PROTOCOL,
-        });
+    if !(PROTOCOL.0..=PROTOCOL.1).contains(&protocol) {
+        return Err(ServeError::Protocol { theirs: protocol });
     }
     let region_fd = fds.into_iter().next();
     let region_fd = region_fd.ok_or(ServeError::Attach("sent no session region"))?;
@@ -139,12 +137,8 @@ fn start(
     options: &BackendOptions,
 ) -> Result<(), ServeError> {
     let Source::Dir(path) = source;
-    let dir_options = DirOptions {
-        entry_timeout: options.entry_timeout,
-        attr_timeout: options.attr_timeout,
-        ..DirOptions::default()
-    };
-    let backend = Dir::open(path, dir_options, &*vault)?;
+    let _ = options;
+    let backend = Dir::open(path, DirOptions::default(), &*vault)?;
     let root = backend.root();
     let needs_paths = backend.needs_paths();
     let server = Arc::new(Server {
@@ -296,7 +290,9 @@ impl SocketVault {
         self.pending.lock().insert(id, sender);
         let sent = self.conn.send(&message(id), fds);
         let answer = match sent {
-            Ok(()) => receiver.recv_timeout(VAULT_TIMEOUT).unwrap_or(Err(Errno::EIO)),
+            Ok(()) => receiver
+                .recv_timeout(VAULT_TIMEOUT)
+                .unwrap_or(Err(Errno::EIO)),
             Err(e) => {
                 tracing::error!("vault: {e}");
                 Err(Errno::EIO)

@@ -270,7 +270,9 @@ impl Core {
     pub fn oldest(&self) -> Option<u64> {
         let slots = self.slots.iter().flatten().filter(|s| !s.answered);
         let slots = slots.map(|s| s.held.arrived);
-        slots.chain(self.outside.iter().map(|o| o.held.arrived)).min()
+        slots
+            .chain(self.outside.iter().map(|o| o.held.arrived))
+            .min()
     }
 
     /// Something may need attention by time.
@@ -546,7 +548,10 @@ impl Core {
             .filter(|s| s.at == Where::Handed && ready)
         else {
             self.counters.protocol_errors += 1;
-            tracing::error!("backend handed back slot {}, which it does not have", index.get());
+            tracing::error!(
+                "backend handed back slot {}, which it does not have",
+                index.get()
+            );
             return None;
         };
         in_slot.at = Where::Settling;
@@ -793,8 +798,8 @@ impl Core {
             let Some(lock) = waiter_lock(&waiter) else {
                 continue;
             };
-            let hindered = self.tables.conflict(&lock).is_some()
-                || served.iter().any(|s| conflicts(s, &lock));
+            let hindered =
+                self.tables.conflict(&lock).is_some() || served.iter().any(|s| conflicts(s, &lock));
             if !hindered {
                 self.retry_waiter(waiter);
                 served.push(lock);
@@ -885,12 +890,15 @@ impl Core {
             }
             Op::Setlk(lk) if lk.lk.typ == libc::F_UNLCK as u32 && !caller_is_dying => {
                 // Free for everybody here at once; the next generation tells the store.
+                let flock = lk.lk_flags & LK_FLOCK != 0;
+                let (start, end) = (lk.lk.start, lk.lk.end);
+                let unlocked = self.tables.unlock(held.nodeid, lk.owner, flock, start, end);
+                if unlocked.is_err() {
+                    return false;
+                }
                 let mut later = held.clone();
                 later.purpose = Purpose::Internal;
                 self.push_outside(later, setlk_bytes(request));
-                let flock = lk.lk_flags & LK_FLOCK != 0;
-                let (start, end) = (lk.lk.start, lk.lk.end);
-                self.tables.unlock(held.nodeid, lk.owner, flock, start, end);
                 vec![Effect::Unlocked(held.nodeid)]
             }
             Op::Flush(flush) if caller_is_dying => {
@@ -920,9 +928,7 @@ impl Core {
         let is_root = request.header.nodeid == ROOT_ID;
         match request.op {
             Op::Statfs => Some(data_reply(unique, None, self.statfs.as_deref()?)),
-            Op::Getattr(_) if is_root => {
-                Some(data_reply(unique, None, self.root_attr?.as_bytes()))
-            }
+            Op::Getattr(_) if is_root => Some(data_reply(unique, None, self.root_attr?.as_bytes())),
             Op::Access(_) if is_root => Some(error_reply(unique, None)),
             _ => None,
         }
@@ -963,7 +969,9 @@ impl Core {
     pub fn callers(&self) -> Vec<u32> {
         let now = sys::monotonic_ns();
         let slots = self.slots.iter().flatten().filter(|s| !s.answered);
-        let held = slots.map(|s| &s.held).chain(self.outside.iter().map(|o| &o.held));
+        let held = slots
+            .map(|s| &s.held)
+            .chain(self.outside.iter().map(|o| &o.held));
         held.filter(|h| h.pid != 0 && now.saturating_sub(h.arrived) >= CALLER_PATIENCE)
             .map(|h| h.pid)
             .collect()
@@ -1008,7 +1016,8 @@ impl Core {
             if at == Where::Here {
                 // No backend has it: it is over.
                 if held.opcode.opens_handle() {
-                    self.tables.close_handle(io.region.slot(index).annex().new_fh);
+                    self.tables
+                        .close_handle(io.region.slot(index).annex().new_fh);
                 }
                 self.free(io, index);
             } else if let Some(in_slot) = &mut self.slots[index.get() as usize] {
@@ -1074,7 +1083,9 @@ impl Core {
         for index in (0..SLOTS).filter_map(SlotIndex::new) {
             let handed = |s: &InSlot| s.at == Where::Handed;
             let phase = io.region.slot(index).phase();
-            if self.slots[index.get() as usize].as_ref().is_some_and(handed)
+            if self.slots[index.get() as usize]
+                .as_ref()
+                .is_some_and(handed)
                 && phase == Some(Phase::ReplyReady)
                 && let Some(delivery) = self.settle(io, index)
             {
@@ -1214,7 +1225,8 @@ impl Core {
             self.counters.poisoned += 1;
             self.quarantine.pop_front();
             if held.opcode.opens_handle() {
-                self.tables.close_handle(io.region.slot(index).annex().new_fh);
+                self.tables
+                    .close_handle(io.region.slot(index).annex().new_fh);
             }
             let reply = self.refusal(&request, Errno::EIO);
             self.answer_slot(io, index, reply);

@@ -133,7 +133,9 @@ fn become_ready(supervisor: &mut Supervisor, shared: &Shared) -> Result<(), Fron
             return Err(FrontendError::Backend(reason.to_owned()));
         }
         if shared.ended.load(std::sync::atomic::Ordering::Acquire) {
-            return Err(FrontendError::Backend("asked to end before the mount was made".into()));
+            return Err(FrontendError::Backend(
+                "asked to end before the mount was made".into(),
+            ));
         }
     }
     {
@@ -155,11 +157,7 @@ fn become_ready(supervisor: &mut Supervisor, shared: &Shared) -> Result<(), Fron
     Ok(())
 }
 
-fn thread(
-    name: &str,
-    shared: &Arc<Shared>,
-    work: fn(&Shared),
-) -> Result<(), FrontendError> {
+fn thread(name: &str, shared: &Arc<Shared>, work: fn(&Shared)) -> Result<(), FrontendError> {
     let shared = shared.clone();
     std::thread::Builder::new()
         .name(name.into())

@@ -135,7 +135,10 @@ impl Supervisor {
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
             let mut fds = [PollFd::new(backend.pidfd.as_fd(), PollFlags::POLLIN)];
-            let _ = poll(&mut fds, PollTimeout::try_from(EXIT_LIMIT).unwrap_or(PollTimeout::ZERO));
+            let _ = poll(
+                &mut fds,
+                PollTimeout::try_from(EXIT_LIMIT).unwrap_or(PollTimeout::ZERO),
+            );
         }
         let _ = backend.child.kill();
         let _ = backend.child.wait();
@@ -189,7 +192,9 @@ impl Supervisor {
             // SYNC: the reader clears this after it has put a request into the core; set under
             // the core's lock, so either we see the request or it sees the flag.
             let busy = traffic || core.needs_ticks();
-            self.shared.supervisor_sleeps.store(!busy, Ordering::Release);
+            self.shared
+                .supervisor_sleeps
+                .store(!busy, Ordering::Release);
             busy
         };
         if busy {
@@ -302,7 +307,11 @@ impl Supervisor {
                 let Some(common) = common_protocol(PROTOCOL, protocol) else {
                     backend.failed = Some(format!(
                         "backend {version} speaks control protocol {}..{}, this front-end {} speaks {}..{}; install releases that overlap",
-                        protocol.0, protocol.1, env!("CARGO_PKG_VERSION"), PROTOCOL.0, PROTOCOL.1
+                        protocol.0,
+                        protocol.1,
+                        env!("CARGO_PKG_VERSION"),
+                        PROTOCOL.0,
+                        PROTOCOL.1
                     ));
                     backend.kill_at = Some(Instant::now());
                     return;
@@ -378,7 +387,8 @@ impl Supervisor {
         self.failures = 0;
         let mut core = self.shared.core.lock();
         if self.root.replace(root).is_none() {
-            core.tables.set_root(&root, &crate::wire::abi::Attr::default());
+            core.tables
+                .set_root(&root, &crate::wire::abi::Attr::default());
         } else {
             self.takeovers += 1;
         }

@@ -197,7 +197,13 @@ pub fn release(tables: &mut Tables, request: &Request<'_>) -> Vec<Effect> {
         return effects;
     };
     if arg.release_flags & RELEASE_FLOCK_UNLOCK != 0 {
-        drop_owner(tables, request.header.nodeid, arg.lock_owner, true, &mut effects);
+        drop_owner(
+            tables,
+            request.header.nodeid,
+            arg.lock_owner,
+            true,
+            &mut effects,
+        );
     }
     // OFD locks: the kernel sends no unlock for them, the end of the handle is their end.
     for (nodeid, owner, flock) in tables.locks_through(arg.fh) {
@@ -249,7 +255,9 @@ impl Settling<'_> {
     /// A private copy of the reply's data, which must be at least `T`.
     fn data<T: FromBytes>(&self) -> Result<T, Errno> {
         let bytes = self.copy();
-        T::read_from_prefix(&bytes).map(|(v, _)| v).map_err(|_| Errno::EIO)
+        T::read_from_prefix(&bytes)
+            .map(|(v, _)| v)
+            .map_err(|_| Errno::EIO)
     }
 
     fn copy(&self) -> Vec<u8> {
@@ -346,8 +354,7 @@ impl Settling<'_> {
 
     fn entry(&mut self) -> Result<Reply, Errno> {
         let bytes = self.copy();
-        let (mut entry, rest) =
-            EntryOut::read_from_prefix(&bytes).map_err(|_| Errno::EIO)?;
+        let (mut entry, rest) = EntryOut::read_from_prefix(&bytes).map_err(|_| Errno::EIO)?;
         let ids = self.slot.reply_ids();
         let Some(identity) = ids.first() else {
             // A name that does not exist, to be remembered as such.
@@ -458,7 +465,8 @@ impl Settling<'_> {
                 self.tables.unlock_owner(lock.nodeid, lock.owner, true);
             } else {
                 self.tables
-                    .unlock(lock.nodeid, lock.owner, false, lock.start, lock.end);
+                    .unlock(lock.nodeid, lock.owner, false, lock.start, lock.end)
+                    .map_err(|_| Errno::ENOLCK)?;
             }
         } else {
             self.tables.set_lock(&lock).map_err(|_| Errno::ENOLCK)?;

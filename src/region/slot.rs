@@ -83,9 +83,11 @@ pub enum Phase {
 impl Phase {
     fn from_raw(raw: u32) -> Option<Phase> {
         use Phase::*;
-        [Free, Reading, Queued, Preparing, Running, ReplyReady, Abandoned]
-            .into_iter()
-            .find(|p| *p as u32 == raw)
+        [
+            Free, Reading, Queued, Preparing, Running, ReplyReady, Abandoned,
+        ]
+        .into_iter()
+        .find(|p| *p as u32 == raw)
     }
 }
 
