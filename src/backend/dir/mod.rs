@@ -273,6 +273,9 @@ fn first_open(source: &Path, vault: &dyn Vault) -> Result<OwnedFd, DirError> {
     // Without the privilege, or in a mount namespace that forbids it, mounts below the source are
     // refused one by one instead (`look`, `walk`).
     let root = sys::clone_tree(root.as_fd()).unwrap_or(root);
+    // open_by_handle_at(2) takes no O_PATH descriptor.
+    let readable = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = openat(&root, c".", readable, Mode::empty()).unwrap_or(root);
     match vault.deposit(VaultKey::Root, root.as_fd()) {
         Ok(()) => Ok(root),
         Err(error) => Err(DirError::Vault {
