@@ -1,3 +1,5 @@
 //! The `evermount` program.
 
-fn main() {}
+fn main() -> std::process::ExitCode {
+    evermount::cli::main(std::env::args_os())
+}
