@@ -214,3 +214,84 @@ pub fn ofd_lock(fd: impl AsFd, get: bool, mut lock: libc::flock) -> io::Result<l
     check(unsafe { libc::fcntl(fd.as_fd().as_raw_fd(), cmd, &raw mut lock) as isize })?;
     Ok(lock)
 }
+
+/// `getdents64(2)`: fills `into` with whole directory entries, 0 bytes at the end of the directory.
+pub fn getdents64(directory: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: the kernel writes at most `into.len()` bytes into a unique borrow.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_getdents64,
+            directory.as_raw_fd(),
+            into.as_mut_ptr(),
+            into.len(),
+        ) as isize
+    })
+}
+
+/// The `ioctl(2)` requests about a file itself, which every file system understands alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileIoctl {
+    /// `FS_IOC_GETFLAGS`: `chattr(1)` flags, an `int`.
+    GetFlags,
+    /// `FS_IOC_SETFLAGS`.
+    SetFlags,
+    /// `FS_IOC_GETVERSION`: the inode's generation, an `int`.
+    GetVersion,
+    /// `FS_IOC_FSGETXATTR`: a `struct fsxattr`.
+    GetXattr,
+    /// `FS_IOC_FSSETXATTR`.
+    SetXattr,
+}
+
+impl FileIoctl {
+    const ALL: [FileIoctl; 5] = [
+        FileIoctl::GetFlags,
+        FileIoctl::SetFlags,
+        FileIoctl::GetVersion,
+        FileIoctl::GetXattr,
+        FileIoctl::SetXattr,
+    ];
+
+    /// The request with this number, if it is one of these.
+    pub fn from_number(number: u32) -> Option<FileIoctl> {
+        FileIoctl::ALL.into_iter().find(|r| r.number() == number)
+    }
+
+    /// Its number in `linux/fs.h`. The first three say `long` there and mean `int`.
+    pub fn number(self) -> u32 {
+        const READ: u32 = 2 << 30;
+        const WRITE: u32 = 1 << 30;
+        const fn encode(direction: u32, size: usize, group: u8, number: u32) -> u32 {
+            direction | (size as u32) << 16 | (group as u32) << 8 | number
+        }
+        const LONG: usize = size_of::<libc::c_long>();
+        match self {
+            FileIoctl::GetFlags => encode(READ, LONG, b'f', 1),
+            FileIoctl::SetFlags => encode(WRITE, LONG, b'f', 2),
+            FileIoctl::GetVersion => encode(READ, LONG, b'v', 1),
+            FileIoctl::GetXattr => encode(READ, 28, b'X', 31),
+            FileIoctl::SetXattr => encode(WRITE, 28, b'X', 32),
+        }
+    }
+
+    /// Bytes of its argument.
+    pub fn size(self) -> usize {
+        match self {
+            FileIoctl::GetFlags | FileIoctl::SetFlags | FileIoctl::GetVersion => 4,
+            FileIoctl::GetXattr | FileIoctl::SetXattr => 28,
+        }
+    }
+
+    /// It changes the file.
+    pub fn writes(self) -> bool {
+        matches!(self, FileIoctl::SetFlags | FileIoctl::SetXattr)
+    }
+
+    /// Issues it. `argument` is read or filled; its first [`FileIoctl::size`] bytes count.
+    pub fn issue(self, file: impl AsFd, argument: &mut [u8; 32]) -> io::Result<()> {
+        let fd = file.as_fd().as_raw_fd();
+        // SAFETY: each of these requests reads or writes at most 28 bytes of a 32 byte array.
+        check(unsafe { libc::ioctl(fd, self.number().into(), argument.as_mut_ptr()) as isize })
+            .map(drop)
+    }
+}

@@ -1,8 +1,321 @@
-//! The server loop.
+//! The backend process: takes slots from the ring, has them served, hands them back.
+//!
+//! The process is disposable at every instruction. What it must not lose it has written before:
+//! journal → `Running` → work → reply → `ReplyReady` → ring. A slot whose phase says `ReplyReady`
+//! needs this process no more.
 
-use crate::control::Conn;
+use std::collections::HashMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
 
-/// Serves the front-end at the other end of this conversation until it ends.
-pub fn run(_conn: Conn) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    Err("not implemented".into())
+use parking_lot::Mutex;
+
+use super::dir::{Dir, DirOptions};
+use super::fault::{self, Place};
+use super::{Attempt, Backend, Call, Replayed, Vault, VaultKey, put_answer};
+use crate::control::message::{BackendMessage, BackendOptions, FrontendMessage, PROTOCOL, Source};
+use crate::control::socket::Conn;
+use crate::region::Region;
+use crate::region::slot::{Phase, Slot, SlotIndex};
+use crate::wire::{Errno, Request};
+
+/// Threads that serve at the start.
+const WORKERS: u32 = 2;
+/// Threads at most. More than slots would never have work.
+const WORKERS_MAX: u32 = 64;
+/// A vault that does not answer for this long is a front-end that is gone.
+const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a backend could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The front-end and this program do not understand each other.
+    #[error(
+        "front-end chose control protocol {theirs}, which this backend did not offer; \
+         use the same release for both"
+    )]
+    Protocol {
+        /// The version it chose.
+        theirs: u32,
+    },
+    /// The front-end did not do what it should.
+    #[error("front-end {0}")]
+    Attach(&'static str),
+    /// The socket failed.
+    #[error(transparent)]
+    Control(#[from] crate::control::ControlError),
+    /// The session region could not be mapped.
+    #[error("cannot map the session region: {0}")]
+    Region(#[source] std::io::Error),
+    /// The store could not be opened.
+    #[error(transparent)]
+    Dir(#[from] super::dir::DirError),
+    /// A thread could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[source] std::io::Error),
+}
+
+/// Serves over `conn`, the socket to the front-end, until the front-end ends or says so.
+pub fn run(conn: Conn) -> Result<(), ServeError> {
+    let conn = Arc::new(conn);
+    conn.send(
+        &BackendMessage::Hello {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+        },
+        &[],
+    )?;
+    let Some((message, fds)) = conn.recv::<FrontendMessage>()? else {
+        return Err(ServeError::Attach("closed the socket before attaching"));
+    };
+    let FrontendMessage::Attach {
+        protocol,
+        source,
+        options,
+        ..
+    } = message
+    else {
+        return Err(ServeError::Attach("sent something else than an attach"));
+    };
+    if !(PROTOCOL.0..=PROTOCOL.1).contains(&protocol) {
+        return Err(ServeError::Protocol { theirs: protocol });
+    }
+    let region_fd = fds.into_iter().next();
+    let region_fd = region_fd.ok_or(ServeError::Attach("sent no session region"))?;
+    let region = Region::open(region_fd).map_err(ServeError::Region)?;
+    let vault = Arc::new(SocketVault {
+        conn: conn.clone(),
+        next: AtomicU64::new(1),
+        pending: Mutex::default(),
+    });
+
+    // Opening the store may need the vault, whose answers arrive on the socket.
+    let starter = {
+        let (conn, vault) = (conn.clone(), vault.clone());
+        move || {
+            if let Err(e) = start(&conn, region, vault, &source, &options) {
+                let reason = e.to_string();
+                let _ = conn.send(&BackendMessage::Failed { reason }, &[]);
+                std::process::exit(1);
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("start".into())
+        .spawn(starter)
+        .map_err(ServeError::Thread)?;
+    while let Some((message, fds)) = conn.recv::<FrontendMessage>()? {
+        match message {
+            FrontendMessage::Answer { id, errno, found } => {
+                let answer = if errno != 0 {
+                    Err(Errno::from_raw(errno))
+                } else {
+                    Ok(fds.into_iter().next().filter(|_| found))
+                };
+                if let Some(waiting) = vault.pending.lock().remove(&id) {
+                    let _ = waiting.send(answer);
+                }
+            }
+            FrontendMessage::Retire => break,
+            FrontendMessage::Attach { .. } => {
+                return Err(ServeError::Attach("attached twice"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn start(
+    conn: &Conn,
+    region: Region,
+    vault: Arc<SocketVault>,
+    source: &Source,
+    options: &BackendOptions,
+) -> Result<(), ServeError> {
+    let Source::Dir(path) = source;
+    let _ = options;
+    let backend = Dir::open(path, DirOptions::default(), &*vault)?;
+    let root = backend.root();
+    let needs_paths = backend.needs_paths();
+    let server = Arc::new(Server {
+        region,
+        backend: Box::new(backend),
+        vault,
+        requests: Mutex::new(()),
+        replies: Mutex::new(()),
+        idle: AtomicU32::new(0),
+        workers: AtomicU32::new(0),
+    });
+    for _ in 0..WORKERS {
+        server.spawn_worker().map_err(ServeError::Thread)?;
+    }
+    conn.send(&BackendMessage::Ready { root, needs_paths }, &[])?;
+    Ok(())
+}
+
+struct Server {
+    region: Region,
+    backend: Box<dyn Backend>,
+    vault: Arc<SocketVault>,
+    /// Turn to take from the request ring.
+    requests: Mutex<()>,
+    /// Turn to put into the reply ring.
+    replies: Mutex<()>,
+    /// Workers that wait for a request.
+    idle: AtomicU32,
+    workers: AtomicU32,
+}
+
+impl Server {
+    fn spawn_worker(self: &Arc<Self>) -> std::io::Result<()> {
+        self.workers.fetch_add(1, Ordering::Relaxed);
+        let server = self.clone();
+        let name = "worker".to_owned();
+        let spawned = std::thread::Builder::new()
+            .name(name)
+            .stack_size(256 * 1024)
+            .spawn(move || server.work());
+        if spawned.is_err() {
+            self.workers.fetch_sub(1, Ordering::Relaxed);
+        }
+        spawned.map(drop)
+    }
+
+    fn work(self: Arc<Self>) {
+        self.backend.enter_thread();
+        let requests = self.region.requests();
+        loop {
+            let taken = {
+                let _turn = self.requests.lock();
+                requests.pop()
+            };
+            let Some(index) = taken else {
+                self.idle.fetch_add(1, Ordering::Relaxed);
+                requests.wait(None);
+                self.idle.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            };
+            // A request may block in the store: somebody must be left for the next one.
+            if !requests.is_empty()
+                && self.idle.load(Ordering::Relaxed) == 0
+                && self.workers.load(Ordering::Relaxed) < WORKERS_MAX
+                && let Err(e) = self.spawn_worker()
+            {
+                tracing::warn!("cannot start another worker: {e}");
+            }
+            self.serve(index);
+        }
+    }
+
+    /// The story of one request.
+    fn serve(&self, index: SlotIndex) {
+        let slot = self.region.slot(index);
+        let again = slot.annex().again != 0;
+        if !again {
+            slot.set_phase(Phase::Preparing);
+        }
+        let bytes = slot.copy_request();
+        let done = match Request::decode(&bytes) {
+            Ok(request) => {
+                self.execute(&slot, request, again);
+                Some(request)
+            }
+            Err(e) => {
+                // The front-end decodes before it hands over, so this is a broken region.
+                tracing::error!("slot {}: {e}", index.get());
+                slot.set_reply(slot.request_header().unique, -Errno::EIO.raw(), 0);
+                None
+            }
+        };
+        slot.set_phase(Phase::ReplyReady);
+        if let Some(request) = done {
+            fault::point(Place::BeforeBookkeeping, &request);
+        }
+        let _turn = self.replies.lock();
+        self.region.replies().push(index);
+    }
+
+    fn execute(&self, slot: &Slot<'_>, request: Request<'_>, again: bool) {
+        let call = Call::new(request, *slot, &*self.vault);
+        let journal = if again {
+            slot.journal()
+        } else {
+            match self.backend.prepare(&call) {
+                Ok(journal) => {
+                    slot.set_journal(&journal);
+                    journal
+                }
+                Err(errno) => {
+                    slot.replayed().store(0, Ordering::Relaxed);
+                    return put_answer(slot, &request, Err(errno));
+                }
+            }
+        };
+        slot.set_phase(Phase::Running);
+        fault::point(Place::BeforeExecution, &request);
+        let attempt = if again {
+            Attempt::Again(&journal)
+        } else {
+            Attempt::First(&journal)
+        };
+        let answer = self.backend.execute(&call, attempt);
+        fault::point(Place::BeforeReply, &request);
+        let replayed: Replayed = call.replayed();
+        slot.replayed().store(replayed as u32, Ordering::Relaxed);
+        put_answer(slot, &request, answer);
+    }
+}
+
+/// The front-end's vault, over the control socket.
+struct SocketVault {
+    conn: Arc<Conn>,
+    next: AtomicU64,
+    pending: Mutex<HashMap<u64, mpsc::SyncSender<VaultAnswer>>>,
+}
+
+type VaultAnswer = Result<Option<OwnedFd>, Errno>;
+
+impl SocketVault {
+    fn ask(
+        &self,
+        message: impl FnOnce(u64) -> BackendMessage,
+        fds: &[BorrowedFd<'_>],
+    ) -> VaultAnswer {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let (sender, receiver) = mpsc::sync_channel(1);
+        self.pending.lock().insert(id, sender);
+        let sent = self.conn.send(&message(id), fds);
+        let answer = match sent {
+            Ok(()) => receiver
+                .recv_timeout(VAULT_TIMEOUT)
+                .unwrap_or(Err(Errno::EIO)),
+            Err(e) => {
+                tracing::error!("vault: {e}");
+                Err(Errno::EIO)
+            }
+        };
+        self.pending.lock().remove(&id);
+        answer
+    }
+}
+
+impl Vault for SocketVault {
+    fn deposit(&self, key: VaultKey, fd: BorrowedFd<'_>) -> Result<(), Errno> {
+        self.ask(|id| BackendMessage::Deposit { id, key }, &[fd])
+            .map(drop)
+    }
+
+    fn withdraw(&self, key: VaultKey) -> Result<Option<OwnedFd>, Errno> {
+        self.ask(|id| BackendMessage::Withdraw { id, key }, &[])
+    }
+
+    fn discard(&self, key: VaultKey) {
+        if let Err(e) = self.conn.send(&BackendMessage::Discard { key }, &[]) {
+            tracing::error!("vault: {e}");
+        }
+    }
 }

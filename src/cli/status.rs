@@ -137,7 +137,13 @@ fn table(s: &Status) -> String {
         let _ = write!(state, " for {:.1} s", outage / 1000.0);
     }
     if let Some(reason) = &s.reason {
-        let _ = write!(state, " ({reason})");
+        // While it is served the reason is that of the last interruption.
+        let before = if s.state == State::Serving {
+            "before: "
+        } else {
+            ""
+        };
+        let _ = write!(state, " ({before}{reason})");
     }
     line("state", state);
     if s.frontend_pid != 0 {

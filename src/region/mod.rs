@@ -19,7 +19,9 @@ pub mod slot;
 pub mod tables;
 
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -51,7 +53,7 @@ const SLOTS_AT: usize = 3 * PAGE;
 const CHUNKS_AT: usize = SLOTS_AT + SLOTS as usize * slot::SIZE;
 const LEN: usize = CHUNKS_AT + CHUNKS as usize * CHUNK;
 
-/// Begins the slot memory. Written once, before any other process maps it.
+/// Begins the slot memory. Written before any other process maps it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 struct Header {
@@ -69,12 +71,11 @@ struct Header {
 /// The slot memory.
 pub struct Region {
     memory: Memory,
-    init_flags: u64,
 }
 
 impl Region {
-    /// Creates and populates a region for a connection with these INIT flags.
-    pub fn create(init_flags: u64) -> io::Result<Region> {
+    /// Creates and populates a region.
+    pub fn create() -> io::Result<Region> {
         let memory = Memory::create("evermount-slots", LEN)?;
         memory.populate(0, LEN)?;
         memory.put(
@@ -85,12 +86,12 @@ impl Region {
                 slots: SLOTS,
                 chunks: CHUNKS,
                 chunk_size: CHUNK as u32,
-                init_flags,
+                init_flags: 0,
                 max_write: MAX_WRITE as u32,
                 reserved: 0,
             },
         );
-        Ok(Region { memory, init_flags })
+        Ok(Region { memory })
     }
 
     /// Maps the region another process created.
@@ -119,15 +120,21 @@ impl Region {
                 "session region has other sizes than its version says".into()
             ));
         }
-        Ok(Region {
-            memory,
-            init_flags: h.init_flags,
-        })
+        Ok(Region { memory })
     }
 
     /// The INIT flags in force on this connection.
     pub fn init_flags(&self) -> u64 {
-        self.init_flags
+        self.init_flags_word().load(Ordering::Relaxed)
+    }
+
+    /// Notes the INIT flags, once the connection exists.
+    pub fn set_init_flags(&self, flags: u64) {
+        self.init_flags_word().store(flags, Ordering::Relaxed);
+    }
+
+    fn init_flags_word(&self) -> &AtomicU64 {
+        self.memory.u64(HEADER_AT + offset_of!(Header, init_flags))
     }
 
     /// The file behind it, to pass to another holder.

@@ -60,7 +60,7 @@ impl SlotIndex {
     }
 }
 
-/// How far a request has come. `Free → Reading → Queued → Running → ReplyReady → Free`.
+/// How far a request has come. `Free → Reading → Queued → Preparing → Running → ReplyReady → Free`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Phase {
@@ -70,6 +70,8 @@ pub enum Phase {
     Reading = 1,
     /// Read, and certainly not executed.
     Queued = 2,
+    /// Taken by the backend, which looks at the store but has changed nothing in it.
+    Preparing = 6,
     /// Perhaps executed: the journal says what was there before.
     Running = 3,
     /// Executed; the reply is complete.
@@ -81,9 +83,11 @@ pub enum Phase {
 impl Phase {
     fn from_raw(raw: u32) -> Option<Phase> {
         use Phase::*;
-        [Free, Reading, Queued, Running, ReplyReady, Abandoned]
-            .into_iter()
-            .find(|p| *p as u32 == raw)
+        [
+            Free, Reading, Queued, Preparing, Running, ReplyReady, Abandoned,
+        ]
+        .into_iter()
+        .find(|p| *p as u32 == raw)
     }
 }
 
@@ -181,6 +185,7 @@ const REPLY_LEN: usize = 20;
 const FD_INDEX: usize = 24;
 const REPLY_SPACE: usize = 28;
 const STEP: usize = 32;
+const REPLAYED: usize = 36;
 const REQUEST_CHUNKS: usize = 64;
 const REPLY_CHUNKS: usize = REQUEST_CHUNKS + 2 * (MAX_CHUNKS + 1);
 const _: () = assert!(REPLY_CHUNKS + 2 * (MAX_CHUNKS + 1) <= ANNEX_AT);
@@ -253,6 +258,11 @@ impl<'r> Slot<'r> {
     /// Number of table changes of this slot's reply that are done.
     pub fn step(&self) -> &'r AtomicU32 {
         self.word(STEP)
+    }
+
+    /// How a repeated request was answered (a number of `backend::Replayed`).
+    pub fn replayed(&self) -> &'r AtomicU32 {
+        self.word(REPLAYED)
     }
 
     /// Bytes of the request, at most what a slot can hold.

@@ -1,0 +1,221 @@
+//! Reading directories.
+//!
+//! An offset is the store's own cookie, so it means the same to a directory that was opened again by
+//! another generation: it seeks there, and every entry that was there all the time comes once.
+
+use std::ffi::CStr;
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::fs::SeekFrom;
+use zerocopy::IntoBytes;
+
+use super::files::Handle;
+use super::{Answer, Call, Dir};
+use crate::region::Identity;
+use crate::region::slot::REPLY_IDS;
+use crate::sys;
+use crate::wire::abi::{Dirent, EntryOut, ReadIn, dirent_size, direntplus_size};
+use crate::wire::{Errno, Opcode};
+
+/// Bytes read from the store at a time.
+const BUFFER: usize = 32 * 1024;
+
+/// Where a directory is being read: entries that were read ahead, and the cookie of the first.
+#[derive(Default)]
+pub(super) struct Stream {
+    buffer: Vec<u8>,
+    at: usize,
+    end: usize,
+    position: u64,
+}
+
+/// `struct linux_dirent64`.
+struct Entry<'b> {
+    ino: u64,
+    /// Cookie of the entry after this one.
+    next: u64,
+    file_type: u8,
+    name: &'b CStr,
+    len: usize,
+}
+
+impl<'b> Entry<'b> {
+    fn parse(bytes: &'b [u8]) -> Option<Entry<'b>> {
+        let (ino, rest) = bytes.split_first_chunk()?;
+        let (next, rest) = rest.split_first_chunk()?;
+        let (len, rest) = rest.split_first_chunk()?;
+        let (&file_type, _) = rest.split_first()?;
+        let len = usize::from(u16::from_ne_bytes(*len));
+        Some(Entry {
+            ino: u64::from_ne_bytes(*ino),
+            next: u64::from_ne_bytes(*next),
+            file_type,
+            name: CStr::from_bytes_until_nul(bytes.get(19..len)?).ok()?,
+            len,
+        })
+    }
+}
+
+impl Stream {
+    /// Goes to an offset; for the one where it is, nothing.
+    fn seek(&mut self, directory: BorrowedFd<'_>, offset: u64) -> Result<(), Errno> {
+        if offset != self.position {
+            rustix::fs::seek(directory, SeekFrom::Start(offset))?;
+            self.position = offset;
+            (self.at, self.end) = (0, 0);
+        } else if offset == 0 {
+            // `rewinddir(3)`: entries that were read ahead may be old.
+            if self.at != self.end {
+                rustix::fs::seek(directory, SeekFrom::Start(0))?;
+            }
+            (self.at, self.end) = (0, 0);
+        }
+        Ok(())
+    }
+
+    /// The entry at the position, which stays where it is. `None`: the end.
+    fn peek(&mut self, directory: BorrowedFd<'_>) -> Result<Option<Entry<'_>>, Errno> {
+        if self.at == self.end {
+            self.buffer.resize(BUFFER, 0);
+            self.at = 0;
+            self.end = 0;
+            self.end = sys::getdents64(directory, &mut self.buffer)?;
+            if self.end == 0 {
+                // A listed directory is often kept open; its buffer need not be.
+                self.buffer = Vec::new();
+                return Ok(None);
+            }
+        }
+        let entry = Entry::parse(&self.buffer[self.at..self.end]);
+        entry.map(Some).ok_or(Errno::EIO)
+    }
+
+    fn advance(&mut self, len: usize, next: u64) {
+        self.at = (self.at + len).min(self.end);
+        self.position = next;
+    }
+}
+
+/// The entries of a reply.
+struct Listing {
+    bytes: Vec<u8>,
+    ids: Vec<Identity>,
+    space: usize,
+    id_space: usize,
+}
+
+impl Listing {
+    fn push(&mut self, entry: &Entry<'_>, size: usize) {
+        let name = entry.name.to_bytes();
+        let dirent = Dirent {
+            ino: entry.ino,
+            off: entry.next,
+            namelen: name.len() as u32,
+            typ: entry.file_type.into(),
+        };
+        let end = self.bytes.len() + size;
+        self.bytes.extend_from_slice(dirent.as_bytes());
+        self.bytes.extend_from_slice(name);
+        // Entries begin at multiples of eight.
+        self.bytes.resize(end, 0);
+    }
+}
+
+impl Dir {
+    pub(super) fn readdir(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
+        let handle = self.file(call)?;
+        let directory = handle.fd.as_fd();
+        let plus = call.request.opcode == Opcode::Readdirplus;
+        let mut list = Listing {
+            bytes: Vec::new(),
+            ids: Vec::new(),
+            space: (arg.size as usize).min(call.reply_space()),
+            id_space: REPLY_IDS - 2,
+        };
+        let mut stream = handle.stream.lock();
+        stream.seek(directory, arg.offset)?;
+        let full = loop {
+            let entry = match stream.peek(directory) {
+                Ok(Some(entry)) => entry,
+                Ok(None) => break false,
+                // Told when it comes first: what was read before it counts.
+                Err(_) if !list.bytes.is_empty() => break false,
+                Err(e) => return Err(e),
+            };
+            let fits = if plus {
+                self.push_plus(&handle, &entry, &mut list)?
+            } else {
+                let size = dirent_size(entry.name.count_bytes());
+                let fits = list.bytes.len() + size <= list.space;
+                if fits {
+                    list.push(&entry, size);
+                }
+                fits
+            };
+            if !fits {
+                break true;
+            }
+            let (len, next) = (entry.len, entry.next);
+            stream.advance(len, next);
+        };
+        if full && list.bytes.is_empty() {
+            return Err(Errno::EINVAL);
+        }
+        Ok(if plus {
+            Answer::Entries(list.bytes, list.ids)
+        } else {
+            Answer::Data(list.bytes)
+        })
+    }
+
+    /// Adds an entry with what it refers to. `.`, `..` and what vanished meanwhile (or is not ours)
+    /// are plain names: node id 0, which the kernel does not count as a lookup.
+    fn push_plus(
+        &self,
+        directory: &Handle,
+        entry: &Entry<'_>,
+        list: &mut Listing,
+    ) -> Result<bool, Errno> {
+        let name = entry.name;
+        let size = direntplus_size(name.count_bytes());
+        if list.bytes.len() + size > list.space {
+            return Ok(false);
+        }
+        let dots = name == c"." || name == c"..";
+        let found = if dots {
+            None
+        } else {
+            self.look(directory.fd.as_fd(), name).ok()
+        };
+        let out = match &found {
+            None => EntryOut::default(),
+            Some(found) => {
+                let id_len = 1 + found.id.as_bytes_ref().len();
+                if id_len > list.id_space {
+                    return Ok(false);
+                }
+                list.id_space -= id_len;
+                list.ids.push(found.id);
+                let mut out = self.entry(found);
+                out.nodeid = 1;
+                out
+            }
+        };
+        list.bytes.extend_from_slice(out.as_bytes());
+        list.push(entry, size - size_of::<EntryOut>());
+        Ok(true)
+    }
+}
+
+/// Nothing but `.` and `..` is in it.
+pub(super) fn is_empty(directory: BorrowedFd<'_>) -> Result<bool, Errno> {
+    let mut stream = Stream::default();
+    while let Some(entry) = stream.peek(directory)? {
+        if entry.name != c"." && entry.name != c".." {
+            return Ok(false);
+        }
+        let (len, next) = (entry.len, entry.next);
+        stream.advance(len, next);
+    }
+    Ok(true)
+}

@@ -1,0 +1,360 @@
+//! Open files and their data.
+//!
+//! A handle is a number the kernel and the tables know; the open file behind it is this process's
+//! own. A number from an earlier generation gets a file again when it is first used, opened with this
+//! process's rights: the caller's were decided at its own open, and a chmod since then costs nothing.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RwLock};
+use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, openat};
+use zerocopy::IntoBytes;
+
+use super::directory::Stream;
+use super::identity::stat;
+use super::{Answer, Attempt, Call, Dir};
+use crate::backend::Replayed;
+use crate::region::memory::{Span, total};
+use crate::region::slot::{HandleRef, Journal, NodeRef};
+use crate::sys;
+use crate::wire::abi::{
+    CopyFileRangeIn, CopyFileRangeOut, FSYNC_FDATASYNC, FallocateIn, FlushIn, FsyncIn, Kstatfs,
+    LseekIn, LseekOut, OPEN_KILL_SUIDGID, OpenIn, ReadIn, ReleaseIn, WRITE_KILL_SUIDGID, WriteIn,
+    WriteOut,
+};
+use crate::wire::{Errno, Opcode};
+
+/// Journal flag: an append was given the offset in [`Journal::offset`].
+const OFFSET_TAKEN: u64 = 1;
+/// `FUSE_WRITE_CACHE`: pages written back, which lie where they lie even if the file appends.
+const WRITE_CACHE: u32 = 1 << 0;
+/// Most bytes of one COPY_FILE_RANGE, below the limit of the system call (`MAX_RW_COUNT`).
+const COPY_MAX: u64 = 1 << 30;
+
+/// An open file or directory.
+pub(super) struct Handle {
+    pub(super) fd: OwnedFd,
+    /// Flags it was opened with, as the kernel sent them.
+    flags: i32,
+    /// Where a directory is being read.
+    pub(super) stream: Mutex<Stream>,
+}
+
+impl Handle {
+    pub(super) fn new(fd: OwnedFd, flags: i32) -> Handle {
+        Handle {
+            fd,
+            flags,
+            stream: Mutex::default(),
+        }
+    }
+}
+
+/// The open files of this process by handle.
+#[derive(Default)]
+pub(super) struct Handles(RwLock<HashMap<u64, Arc<Handle>>>);
+
+impl Handles {
+    pub(super) fn get(&self, fh: u64) -> Option<Arc<Handle>> {
+        self.0.read().get(&fh).cloned()
+    }
+
+    /// Keeps a newly opened file.
+    pub(super) fn insert(&self, fh: u64, handle: Handle) {
+        self.0.write().insert(fh, Arc::new(handle));
+    }
+
+    /// Keeps a restored file; when another thread was faster, its file is the one.
+    fn restore(&self, fh: u64, handle: Handle) -> Arc<Handle> {
+        let mut handles = self.0.write();
+        handles
+            .entry(fh)
+            .or_insert_with(|| Arc::new(handle))
+            .clone()
+    }
+
+    fn remove(&self, fh: u64) {
+        // Dropped after the lock: closing may take long.
+        let _handle = self.0.write().remove(&fh);
+    }
+}
+
+/// The flags to open with. What creates, truncates or names was done by whoever opened first; an
+/// append gets its offset in `write`, so that it can be repeated; signals and terminals are not ours.
+pub(super) fn sanitized(flags: i32) -> i32 {
+    const TMPFILE: i32 = libc::O_TMPFILE & !libc::O_DIRECTORY;
+    let flags = flags
+        & !(libc::O_CREAT
+            | libc::O_EXCL
+            | libc::O_TRUNC
+            | libc::O_APPEND
+            | libc::O_NOFOLLOW
+            | libc::O_NOCTTY
+            | libc::O_ASYNC
+            | libc::O_PATH);
+    if flags & TMPFILE != 0 {
+        flags & !libc::O_TMPFILE
+    } else {
+        flags
+    }
+}
+
+impl Dir {
+    /// The file the request works through.
+    pub(super) fn file(&self, call: &Call<'_>) -> Result<Arc<Handle>, Errno> {
+        self.file_of(call, &call.annex.handle, &call.annex.node, call.path())
+    }
+
+    fn file_of(
+        &self,
+        call: &Call<'_>,
+        handle: &HandleRef,
+        node: &NodeRef,
+        path: &OsStr,
+    ) -> Result<Arc<Handle>, Errno> {
+        if let Some(file) = self.handles.get(handle.fh) {
+            return Ok(file);
+        }
+        if handle.fh == 0 {
+            return Err(Errno::EBADF);
+        }
+        let flags = handle.open_flags as i32;
+        let fd = self
+            .descriptor(node, path, call.vault)
+            .and_then(|fd| self.reopen(fd, sanitized(flags)))
+            .map_err(|e| match e {
+                // Passing; the handle is not lost.
+                Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::EINTR => e,
+                _ => Errno::ESTALE,
+            })?;
+        Ok(self.handles.restore(handle.fh, Handle::new(fd, flags)))
+    }
+
+    pub(super) fn open_node(
+        &self,
+        call: &Call<'_>,
+        arg: OpenIn,
+        attempt: Attempt<'_>,
+    ) -> Result<Answer, Errno> {
+        let node = self.node(call)?;
+        let requested = arg.flags as i32;
+        let mut flags = sanitized(requested);
+        if call.request.opcode == Opcode::Opendir {
+            flags |= libc::O_DIRECTORY;
+        }
+        let fd = self.reopen(&node, flags)?;
+        // Not sent as long as FUSE_ATOMIC_O_TRUNC is not negotiated.
+        if requested & libc::O_TRUNC != 0 {
+            self.truncate(call, 0, attempt)?;
+            if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
+                self.clear_setid(&node)?;
+            }
+        }
+        self.handles
+            .insert(call.annex.new_fh, Handle::new(fd, requested));
+        Ok(Answer::Opened(0))
+    }
+
+    pub(super) fn read(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
+        let file = self.file(call)?;
+        let into = call.read_buffer(arg.size as usize);
+        let len = sys::preadv(file.fd.as_fd(), &into, arg.offset)?;
+        Ok(Answer::Filled(len))
+    }
+
+    pub(super) fn write(
+        &self,
+        call: &Call<'_>,
+        arg: WriteIn,
+        attempt: Attempt<'_>,
+    ) -> Result<Answer, Errno> {
+        let file = self.file(call)?;
+        let flags = arg.flags as i32;
+        let data = call.write_data();
+        let written = if flags & libc::O_APPEND != 0 && arg.write_flags & WRITE_CACHE == 0 {
+            self.append(call, &file, &data, attempt)?
+        } else {
+            if attempt.is_again() {
+                call.note(Replayed::Reissued);
+            }
+            write_all(&file, &data, arg.offset)?
+        };
+        if arg.write_flags & WRITE_KILL_SUIDGID != 0 {
+            self.clear_setid(&file.fd)?;
+        }
+        // O_SYNC may have been set after the open, or for this write alone (`pwritev2(2)`).
+        if flags & libc::O_DSYNC != 0 && file.flags & libc::O_DSYNC == 0 {
+            if flags & libc::O_SYNC == libc::O_SYNC {
+                rustix::fs::fsync(&file.fd)?;
+            } else {
+                rustix::fs::fdatasync(&file.fd)?;
+            }
+        }
+        let out = WriteOut {
+            size: written as u32,
+            padding: 0,
+        };
+        Ok(Answer::Data(out.as_bytes().to_vec()))
+    }
+
+    /// Appends. The offset goes into the journal before the first byte goes into the file, so that a
+    /// second attempt writes to the same place. No other append may get in between.
+    fn append(
+        &self,
+        call: &Call<'_>,
+        file: &Handle,
+        data: &[Span<'_>],
+        attempt: Attempt<'_>,
+    ) -> Result<usize, Errno> {
+        let _alone = self.inodes.lock(call.annex.node.identity);
+        let journal = attempt.journal();
+        let offset = if attempt.is_again() && journal.flags & OFFSET_TAKEN != 0 {
+            journal.offset
+        } else {
+            let offset = stat(&file.fd)?.stx_size;
+            call.slot.set_journal(&Journal {
+                offset,
+                flags: journal.flags | OFFSET_TAKEN,
+                ..*journal
+            });
+            offset
+        };
+        if attempt.is_again() {
+            call.note(Replayed::Reissued);
+        }
+        write_all(file, data, offset)
+    }
+
+    /// Lets the store say what it could not write: closing a duplicate is what `close(2)` would do.
+    pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
+        if call.annex.handle.flags & HandleRef::OWNER_HAS_LOCKS != 0 {
+            self.unlock_owner(call, arg.lock_owner, false)?;
+        }
+        if let Some(file) = self.handles.get(call.annex.handle.fh) {
+            nix::unistd::close(file.fd.try_clone()?)?;
+        }
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn release(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<Answer, Errno> {
+        self.unlock_handle(call, arg)?;
+        self.handles.remove(call.annex.handle.fh);
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn fsync(&self, call: &Call<'_>, arg: FsyncIn) -> Result<Answer, Errno> {
+        let file = self.file(call)?;
+        if arg.fsync_flags & FSYNC_FDATASYNC != 0 {
+            rustix::fs::fdatasync(&file.fd)?;
+        } else {
+            rustix::fs::fsync(&file.fd)?;
+        }
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn syncfs(&self) -> Result<Answer, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = openat(self.as_fd(), c".", flags, Mode::empty())?;
+        rustix::fs::syncfs(root)?;
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn statfs(&self, call: &Call<'_>) -> Result<Answer, Errno> {
+        let st = rustix::fs::fstatfs(self.node(call)?)?;
+        let out = Kstatfs {
+            blocks: st.f_blocks as u64,
+            bfree: st.f_bfree as u64,
+            bavail: st.f_bavail as u64,
+            files: st.f_files as u64,
+            ffree: st.f_ffree as u64,
+            bsize: st.f_bsize as u32,
+            namelen: st.f_namelen as u32,
+            frsize: st.f_frsize as u32,
+            ..Default::default()
+        };
+        Ok(Answer::Data(out.as_bytes().to_vec()))
+    }
+
+    pub(super) fn fallocate(&self, call: &Call<'_>, arg: FallocateIn) -> Result<Answer, Errno> {
+        let file = self.file(call)?;
+        let mode = FallocateFlags::from_bits_retain(arg.mode);
+        // The kernel lets through only modes that can be repeated (`fuse_file_fallocate`).
+        if mode.intersects(FallocateFlags::COLLAPSE_RANGE | FallocateFlags::INSERT_RANGE) {
+            return Err(Errno::EOPNOTSUPP);
+        }
+        rustix::fs::fallocate(&file.fd, mode, arg.offset, arg.length)?;
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn lseek(&self, call: &Call<'_>, arg: LseekIn) -> Result<Answer, Errno> {
+        let file = self.file(call)?;
+        let whence = match arg.whence as i32 {
+            libc::SEEK_DATA => SeekFrom::Data(arg.offset),
+            libc::SEEK_HOLE => SeekFrom::Hole(arg.offset),
+            _ => return Err(Errno::EINVAL), // the kernel does the others itself
+        };
+        let out = LseekOut {
+            offset: rustix::fs::seek(&file.fd, whence)?,
+        };
+        Ok(Answer::Data(out.as_bytes().to_vec()))
+    }
+
+    pub(super) fn copy_file_range(
+        &self,
+        call: &Call<'_>,
+        arg: CopyFileRangeIn,
+    ) -> Result<Answer, Errno> {
+        let from = self.file(call)?;
+        let annex = &call.annex;
+        let to = self.file_of(
+            call,
+            &annex.second_handle,
+            &annex.second,
+            call.second_path(),
+        )?;
+        let (mut off_in, mut off_out) = (arg.off_in, arg.off_out);
+        let len = arg.len.min(COPY_MAX) as usize;
+        let copied = rustix::fs::copy_file_range(
+            &from.fd,
+            Some(&mut off_in),
+            &to.fd,
+            Some(&mut off_out),
+            len,
+        )?;
+        Ok(Answer::Data(
+            if call.request.opcode == Opcode::CopyFileRange64 {
+                let bytes_copied = copied as u64;
+                CopyFileRangeOut { bytes_copied }.as_bytes().to_vec()
+            } else {
+                let (size, padding) = (copied as u32, 0);
+                WriteOut { size, padding }.as_bytes().to_vec()
+            },
+        ))
+    }
+}
+
+/// Writes all of it if the store has room. A store that takes only a part gets the rest again, until
+/// it says why; what was written by then counts.
+fn write_all(file: &Handle, data: &[Span<'_>], offset: u64) -> Result<usize, Errno> {
+    let fd = file.fd.as_fd();
+    let all = total(data);
+    let mut done = sys::pwritev(fd, data, offset)?;
+    if done < all {
+        // Rare, so the rest is copied rather than cut out of the spans.
+        let rest: Vec<u8> = data.iter().flat_map(Span::to_vec).skip(done).collect();
+        let mut rest = &rest[..];
+        while !rest.is_empty() {
+            match rustix::io::pwrite(fd, rest, offset + done as u64) {
+                Ok(0) | Err(_) => break,
+                Ok(len) => {
+                    rest = &rest[len..];
+                    done += len;
+                }
+            }
+        }
+    }
+    Ok(done)
+}

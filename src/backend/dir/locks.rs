@@ -1,0 +1,293 @@
+//! Locks.
+//!
+//! The kernel in front names an owner with each lock; the store knows open file descriptions. So each
+//! owner gets a description of its own per node, which carries its locks and lies in the vault: when
+//! this process dies the locks are still held, by the same description, and the next generation works
+//! on with it. Other clients of the store see them all the time.
+//!
+//! Nothing blocks here: a lock that cannot be had is EAGAIN, and the front-end lets the caller wait.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rustix::fs::FlockOperation;
+use zerocopy::IntoBytes;
+
+use super::{Answer, Call, Dir, Stripes, VaultKey};
+use crate::region::slot::HandleRef;
+use crate::sys;
+use crate::wire::Errno;
+use crate::wire::abi::{FileLock, LK_FLOCK, LkIn, LkOut, RELEASE_FLOCK_UNLOCK, ReleaseIn};
+
+/// The last byte a lock can cover: `OFFSET_MAX`, which means "to the end".
+const END: u64 = i64::MAX as u64;
+
+/// Who holds a lock on what.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Owner {
+    nodeid: u64,
+    owner: u64,
+    flock: bool,
+}
+
+impl Owner {
+    fn key(self) -> VaultKey {
+        VaultKey::Lock {
+            nodeid: self.nodeid,
+            owner: self.owner,
+            flock: self.flock,
+        }
+    }
+}
+
+/// The descriptions this process has in hand; the vault may have more.
+#[derive(Default)]
+pub(super) struct Locks {
+    descriptions: Mutex<HashMap<Owner, Description>>,
+    /// Held over a whole operation of one owner, the trip to the vault included.
+    owners: Stripes,
+}
+
+#[derive(Clone)]
+struct Description {
+    fd: Arc<OwnedFd>,
+    /// The handle its last lock was taken through.
+    fh: u64,
+}
+
+impl Dir {
+    pub(super) fn setlk(&self, call: &Call<'_>, arg: LkIn) -> Result<Answer, Errno> {
+        let owner = owner_of(call, &arg);
+        let lock = to_flock(&arg.lk)?;
+        let _alone = self.locks.owners.lock(owner);
+        let known = self.description(call, owner)?;
+        if i32::from(lock.l_type) == libc::F_UNLCK {
+            let Some(fd) = known else {
+                return Ok(Answer::Empty);
+            };
+            let whole = owner.flock || (lock.l_start == 0 && lock.l_len == 0);
+            return if whole {
+                self.unlock_all(call, owner, &fd)
+            } else {
+                sys::ofd_lock(&fd, false, lock)
+                    .map(|_| Answer::Empty)
+                    .map_err(Errno::from)
+            };
+        }
+        let fresh = known.is_none();
+        let fd = match known {
+            Some(fd) => fd,
+            None => self.new_description(call, owner)?,
+        };
+        let locked = if owner.flock {
+            flock(&fd, lock.l_type)
+        } else {
+            sys::ofd_lock(&fd, false, lock)
+                .map(drop)
+                .map_err(Errno::from)
+        };
+        match locked {
+            Ok(()) => {
+                let fh = call.annex.handle.fh;
+                let mut descriptions = self.locks.descriptions.lock();
+                descriptions.insert(owner, Description { fd, fh });
+                Ok(Answer::Empty)
+            }
+            Err(error) => {
+                if fresh {
+                    // It carries nothing.
+                    self.forget(call, owner);
+                }
+                // fcntl(2) may say either.
+                Err(if error == Errno::EACCES {
+                    Errno::EAGAIN
+                } else {
+                    error
+                })
+            }
+        }
+    }
+
+    pub(super) fn getlk(&self, call: &Call<'_>, arg: LkIn) -> Result<Answer, Errno> {
+        let owner = owner_of(call, &arg);
+        let lock = to_flock(&arg.lk)?;
+        let _alone = self.locks.owners.lock(owner);
+        // The owner's own locks are no conflict, so ask through its description.
+        let fd = match self.description(call, owner)? {
+            Some(fd) => fd,
+            None => Arc::new(self.open_for_locks(call)?),
+        };
+        let found = sys::ofd_lock(&fd, true, lock)?;
+        let lk = if i32::from(found.l_type) == libc::F_UNLCK {
+            FileLock {
+                typ: libc::F_UNLCK as u32,
+                ..arg.lk
+            }
+        } else {
+            let start = found.l_start as u64;
+            FileLock {
+                start,
+                end: match found.l_len {
+                    0 => END,
+                    len => start.saturating_add(len as u64) - 1,
+                },
+                typ: found.l_type as u32,
+                // Owners of descriptions have no pid (-1): whoever has the lock table knows it.
+                pid: u32::try_from(found.l_pid).unwrap_or(0),
+            }
+        };
+        Ok(Answer::Data(LkOut { lk }.as_bytes().to_vec()))
+    }
+
+    /// Drops all locks an owner has on the request's node.
+    pub(super) fn unlock_owner(
+        &self,
+        call: &Call<'_>,
+        owner: u64,
+        flock: bool,
+    ) -> Result<(), Errno> {
+        let owner = Owner {
+            nodeid: call.annex.node.nodeid,
+            owner,
+            flock,
+        };
+        let _alone = self.locks.owners.lock(owner);
+        if let Some(fd) = self.description(call, owner)? {
+            self.unlock_all(call, owner, &fd)?;
+        }
+        Ok(())
+    }
+
+    /// Drops what goes with a handle: its flock, and the locks its open file description owned. For
+    /// the latter the kernel sends no unlock; the owner is that description, so no other handle has
+    /// a share in them.
+    pub(super) fn unlock_handle(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<(), Errno> {
+        if arg.release_flags & RELEASE_FLOCK_UNLOCK != 0 {
+            self.unlock_owner(call, arg.lock_owner, true)?;
+        }
+        let handle = &call.annex.handle;
+        if handle.flags & HandleRef::HAS_LOCKS == 0 {
+            return Ok(());
+        }
+        if arg.lock_owner != 0 {
+            // Known even if the lock was taken in an earlier generation.
+            self.unlock_owner(call, arg.lock_owner, false)?;
+        }
+        let mine: Vec<Owner> = {
+            let descriptions = self.locks.descriptions.lock();
+            let mine = descriptions.iter().filter(|(_, d)| d.fh == handle.fh);
+            mine.map(|(owner, _)| *owner).collect()
+        };
+        for owner in mine {
+            let _alone = self.locks.owners.lock(owner);
+            if let Some(fd) = self.description(call, owner)? {
+                self.unlock_all(call, owner, &fd)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The owner's description, if it has one: here, or in the vault from an earlier generation.
+    fn description(&self, call: &Call<'_>, owner: Owner) -> Result<Option<Arc<OwnedFd>>, Errno> {
+        if let Some(known) = self.locks.descriptions.lock().get(&owner) {
+            return Ok(Some(known.fd.clone()));
+        }
+        let Some(fd) = call.vault.withdraw(owner.key())? else {
+            return Ok(None);
+        };
+        let fd = Arc::new(fd);
+        let description = Description {
+            fd: fd.clone(),
+            fh: 0, // not known any more; the next lock through a handle says
+        };
+        self.locks.descriptions.lock().insert(owner, description);
+        Ok(Some(fd))
+    }
+
+    /// A description for an owner without one, in the vault before it carries a lock.
+    fn new_description(&self, call: &Call<'_>, owner: Owner) -> Result<Arc<OwnedFd>, Errno> {
+        let fd = self.open_for_locks(call)?;
+        call.vault.deposit(owner.key(), fd.as_fd())?;
+        Ok(Arc::new(fd))
+    }
+
+    /// Write locks need a description that may write; what cannot be written (a directory, a
+    /// read-only store, a program that runs) can have read locks.
+    fn open_for_locks(&self, call: &Call<'_>) -> Result<OwnedFd, Errno> {
+        let node = self.node(call)?;
+        match self.reopen(&node, libc::O_RDWR) {
+            Err(Errno::EISDIR | Errno::EACCES | Errno::EPERM | Errno::EROFS | Errno::ETXTBSY) => {
+                self.reopen(&node, libc::O_RDONLY)
+            }
+            fd => fd,
+        }
+    }
+
+    /// Unlocks, since the vault's duplicate would keep the locks, and drops the description.
+    fn unlock_all(
+        &self,
+        call: &Call<'_>,
+        owner: Owner,
+        fd: &Arc<OwnedFd>,
+    ) -> Result<Answer, Errno> {
+        if owner.flock {
+            rustix::fs::flock(fd, FlockOperation::Unlock)?;
+        } else {
+            let everything = FileLock {
+                start: 0,
+                end: END,
+                typ: libc::F_UNLCK as u32,
+                pid: 0,
+            };
+            sys::ofd_lock(fd, false, to_flock(&everything)?)?;
+        }
+        self.forget(call, owner);
+        Ok(Answer::Empty)
+    }
+
+    fn forget(&self, call: &Call<'_>, owner: Owner) {
+        self.locks.descriptions.lock().remove(&owner);
+        call.vault.discard(owner.key());
+    }
+}
+
+fn owner_of(call: &Call<'_>, arg: &LkIn) -> Owner {
+    Owner {
+        nodeid: call.annex.node.nodeid,
+        owner: arg.owner,
+        flock: arg.lk_flags & LK_FLOCK != 0,
+    }
+}
+
+fn flock(fd: &OwnedFd, kind: libc::c_short) -> Result<(), Errno> {
+    let operation = match i32::from(kind) {
+        libc::F_RDLCK => FlockOperation::NonBlockingLockShared,
+        _ => FlockOperation::NonBlockingLockExclusive,
+    };
+    Ok(rustix::fs::flock(fd, operation)?)
+}
+
+/// `start..=end` as `fcntl(2)` takes it, where a length of 0 means "to the end".
+fn to_flock(lk: &FileLock) -> Result<libc::flock, Errno> {
+    let kind = i32::try_from(lk.typ).unwrap_or(-1);
+    if ![libc::F_RDLCK, libc::F_WRLCK, libc::F_UNLCK].contains(&kind)
+        || lk.start > END
+        || lk.end < lk.start
+    {
+        return Err(Errno::EINVAL);
+    }
+    let len = if lk.end >= END {
+        0
+    } else {
+        lk.end - lk.start + 1
+    };
+    Ok(libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: lk.start as i64,
+        l_len: len as i64,
+        l_pid: 0,
+    })
+}

@@ -1,0 +1,678 @@
+//! The third thread: starts and watches the backend, keeps the vault's door, answers `status`, and
+//! looks after what depends on time.
+//!
+//! Only the exit of the backend's process (its pidfd) makes it dead: nothing it held is touched
+//! before. The end of its socket is a hint.
+
+use std::collections::HashSet;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command as Process, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+use super::FrontendConfig;
+use super::callers::is_dying;
+use super::core::Service;
+use super::kernel::Shared;
+use super::mount::unmount;
+use crate::backend::VaultKey;
+use crate::control::message::{BackendOptions, PROTOCOL, common_protocol};
+use crate::control::socket::Received;
+use crate::control::{
+    BackendMessage, Command, CommandAnswer, Conn, ControlError, FrontendMessage, Listener, State,
+    Status,
+};
+use crate::region::Identity;
+use crate::sys;
+use crate::wire::Errno;
+
+/// How often callers and deadlines are looked at while something is held.
+const TICK: Duration = Duration::from_millis(250);
+/// A backend that is not ready by then is killed and tried again.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// Longest time between two starts.
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
+/// A backend that was told to retire, or that closed its socket, has this long to exit.
+const EXIT_LIMIT: Duration = Duration::from_millis(500);
+/// Clients that may be connected at a time.
+const CLIENTS_MAX: usize = 32;
+
+struct Backend {
+    child: Child,
+    pidfd: OwnedFd,
+    conn: Conn,
+    /// The socket has ended; the process has not.
+    hung_up: bool,
+    ready: bool,
+    generation: u32,
+    kill_at: Option<Instant>,
+    failed: Option<String>,
+}
+
+/// See the module.
+pub struct Supervisor {
+    shared: Arc<Shared>,
+    config: FrontendConfig,
+    mountpoint: PathBuf,
+    signals: SignalFd,
+    listener: Option<Listener>,
+    clients: Vec<Conn>,
+    backend: Option<Backend>,
+    /// When to start the next one.
+    start_at: Option<Instant>,
+    generation: u32,
+    /// Starts that came to nothing since the last that served.
+    failures: u32,
+    takeovers: u64,
+    backend_version: Option<String>,
+    root: Option<Identity>,
+    reason: Option<String>,
+    last_tick: Instant,
+    requests_seen: u64,
+}
+
+impl Supervisor {
+    /// Watches over a front-end. SIGTERM and SIGINT must be blocked in every thread
+    /// ([`block_signals`]).
+    pub fn new(shared: Arc<Shared>, config: FrontendConfig) -> std::io::Result<Supervisor> {
+        let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+        Ok(Supervisor {
+            mountpoint: config.mount.mountpoint.clone(),
+            signals: SignalFd::with_flags(&end_signals(), flags)?,
+            shared,
+            config,
+            listener: None,
+            clients: Vec::new(),
+            backend: None,
+            start_at: Some(Instant::now()),
+            generation: 0,
+            failures: 0,
+            takeovers: 0,
+            backend_version: None,
+            root: None,
+            reason: None,
+            last_tick: Instant::now(),
+            requests_seen: 0,
+        })
+    }
+
+    /// Listens to clients from now on.
+    pub fn listen(&mut self, listener: Listener, mountpoint: PathBuf) {
+        self.listener = Some(listener);
+        self.mountpoint = mountpoint;
+    }
+
+    /// A backend serves.
+    pub fn is_ready(&self) -> bool {
+        self.backend.as_ref().is_some_and(|b| b.ready)
+    }
+
+    /// Why the last start came to nothing, if one did.
+    pub fn failure(&self) -> Option<&str> {
+        self.reason.as_deref().filter(|_| self.failures > 0)
+    }
+
+    /// Supervises until the mount is gone.
+    pub fn run(&mut self) {
+        while !self.shared.ended.load(Ordering::Acquire) {
+            self.step(None);
+        }
+        self.stop();
+    }
+
+    /// Ends the backend: gently, then not.
+    pub fn stop(&mut self) {
+        self.start_at = None;
+        let Some(mut backend) = self.backend.take() else {
+            return;
+        };
+        if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
+            let mut fds = [PollFd::new(backend.pidfd.as_fd(), PollFlags::POLLIN)];
+            let _ = poll(
+                &mut fds,
+                PollTimeout::try_from(EXIT_LIMIT).unwrap_or(PollTimeout::ZERO),
+            );
+        }
+        let _ = backend.child.kill();
+        let _ = backend.child.wait();
+    }
+
+    /// Waits for something to happen, at most `limit`, and deals with it.
+    pub fn step(&mut self, limit: Option<Duration>) {
+        let now = Instant::now();
+        if self.start_at.is_some_and(|at| at <= now) {
+            self.start_backend();
+        }
+        let timeout = self.timeout(limit);
+        let woken = self.wait(timeout);
+        if woken.bell {
+            let _ = self.shared.bell.read();
+        }
+        if woken.signal {
+            self.end_signal();
+        }
+        if woken.conn {
+            self.hear_backend();
+        }
+        if woken.exited {
+            self.hear_backend();
+            self.backend_exited();
+        }
+        if woken.listener {
+            self.accept();
+        }
+        if woken.clients {
+            self.hear_clients();
+        }
+        self.kill_overdue();
+        if self.last_tick.elapsed() >= TICK {
+            self.last_tick = Instant::now();
+            self.tick();
+        }
+    }
+
+    /// How long to sleep. Without anything held and without traffic: until something happens.
+    fn timeout(&mut self, limit: Option<Duration>) -> Option<Duration> {
+        let now = Instant::now();
+        let until = |at: Instant| at.saturating_duration_since(now);
+        let mut timeouts: Vec<Duration> = limit.into_iter().collect();
+        timeouts.extend(self.start_at.map(until));
+        timeouts.extend(self.backend.as_ref().and_then(|b| b.kill_at).map(until));
+        let busy = {
+            let core = self.shared.core.lock();
+            let requests = core.counters.requests;
+            let traffic = std::mem::replace(&mut self.requests_seen, requests) != requests;
+            // SYNC: the reader clears this after it has put a request into the core; set under
+            // the core's lock, so either we see the request or it sees the flag.
+            let busy = traffic || core.needs_ticks();
+            self.shared
+                .supervisor_sleeps
+                .store(!busy, Ordering::Release);
+            busy
+        };
+        if busy {
+            timeouts.push(until(self.last_tick + TICK));
+        }
+        timeouts.into_iter().min()
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> Woken {
+        let mut fds: Vec<BorrowedFd<'_>> = vec![self.shared.bell.as_fd(), self.signals.as_fd()];
+        let backend = self.backend.as_ref();
+        let pidfd_at = backend.map(|b| {
+            fds.push(b.pidfd.as_fd());
+            fds.len() - 1
+        });
+        let conn_at = backend.filter(|b| !b.hung_up).map(|b| {
+            fds.push(b.conn.as_fd());
+            fds.len() - 1
+        });
+        let listener_at = self.listener.as_ref().map(|l| {
+            fds.push(l.as_fd());
+            fds.len() - 1
+        });
+        let clients_from = fds.len();
+        fds.extend(self.clients.iter().map(AsFd::as_fd));
+        let mut fds: Vec<PollFd<'_>> = fds
+            .into_iter()
+            .map(|fd| PollFd::new(fd, PollFlags::POLLIN))
+            .collect();
+        // Rounded up: a timeout of 0.4 ms must not become a busy loop.
+        let timeout = timeout.map_or(PollTimeout::NONE, |t| {
+            let ms = t.as_micros().div_ceil(1000);
+            PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX)
+        });
+        if poll(&mut fds, timeout).is_err() {
+            return Woken::default(); // EINTR
+        }
+        let happened = |at: usize| fds[at].any().unwrap_or(true);
+        Woken {
+            bell: happened(0),
+            signal: happened(1),
+            exited: pidfd_at.is_some_and(happened),
+            conn: conn_at.is_some_and(happened),
+            listener: listener_at.is_some_and(happened),
+            clients: (clients_from..fds.len()).any(happened),
+        }
+    }
+
+    // ---- the backend -------------------------------------------------------------------------
+
+    fn start_backend(&mut self) {
+        self.start_at = None;
+        self.generation += 1;
+        match spawn() {
+            Ok((child, pidfd, conn)) => {
+                self.backend = Some(Backend {
+                    child,
+                    pidfd,
+                    conn,
+                    hung_up: false,
+                    ready: false,
+                    generation: self.generation,
+                    kill_at: Some(Instant::now() + START_LIMIT),
+                    failed: None,
+                });
+            }
+            Err(e) => self.start_failed(format!("cannot start a backend process: {e}")),
+        }
+    }
+
+    fn start_failed(&mut self, reason: String) {
+        tracing::error!("{reason}");
+        self.failures += 1;
+        self.reason = Some(reason);
+        self.start_at = Some(Instant::now() + backoff(self.failures));
+    }
+
+    fn hear_backend(&mut self) {
+        loop {
+            let Some(backend) = &mut self.backend else {
+                return;
+            };
+            match backend.conn.try_recv::<BackendMessage>() {
+                Ok(Received::Message(message, fds)) => self.backend_says(message, fds),
+                Ok(Received::Nothing) => return,
+                Ok(Received::Closed) => {
+                    backend.hung_up = true;
+                    backend.kill_at = Some(Instant::now() + EXIT_LIMIT);
+                    return;
+                }
+                Err(e) => {
+                    backend.failed = Some(format!("backend broke the control protocol: {e}"));
+                    backend.hung_up = true;
+                    backend.kill_at = Some(Instant::now());
+                    return;
+                }
+            }
+        }
+    }
+
+    fn backend_says(&mut self, message: BackendMessage, fds: Vec<OwnedFd>) {
+        let Some(backend) = &mut self.backend else {
+            return;
+        };
+        let core = &self.shared.core;
+        let sent = match message {
+            BackendMessage::Hello {
+                protocol, version, ..
+            } => {
+                let Some(common) = common_protocol(PROTOCOL, protocol) else {
+                    backend.failed = Some(format!(
+                        "backend {version} speaks control protocol {}..{}, this front-end {} speaks {}..{}; install releases that overlap",
+                        protocol.0,
+                        protocol.1,
+                        env!("CARGO_PKG_VERSION"),
+                        PROTOCOL.0,
+                        PROTOCOL.1
+                    ));
+                    backend.kill_at = Some(Instant::now());
+                    return;
+                };
+                self.backend_version = Some(version);
+                let attach = FrontendMessage::Attach {
+                    protocol: common,
+                    generation: backend.generation,
+                    source: self.config.source.clone(),
+                    options: BackendOptions::default(),
+                };
+                backend.conn.send(&attach, &[self.shared.io.region.as_fd()])
+            }
+            BackendMessage::Ready { root, needs_paths } => {
+                return self.backend_ready(root, needs_paths);
+            }
+            BackendMessage::Deposit { id, key } => {
+                let mut core = core.lock();
+                let known = match key {
+                    VaultKey::Inode(identity) => match core.tables.find(&identity) {
+                        Some(nodeid) => {
+                            core.tables.set_vaulted(nodeid, true);
+                            true
+                        }
+                        None => false,
+                    },
+                    VaultKey::Root | VaultKey::Lock { .. } => true,
+                };
+                let kept = match fds.into_iter().next() {
+                    Some(fd) => core.vault.deposit(key, fd, known),
+                    None => Err(Errno::EBADF),
+                };
+                drop(core);
+                let errno = kept.err().map_or(0, Errno::raw);
+                answer(&backend.conn, id, errno, None)
+            }
+            BackendMessage::Withdraw { id, key } => {
+                let withdrawn = core.lock().vault.withdraw(&key);
+                match withdrawn {
+                    Ok(fd) => answer(&backend.conn, id, 0, fd),
+                    Err(errno) => answer(&backend.conn, id, errno.raw(), None),
+                }
+            }
+            BackendMessage::Discard { key } => {
+                core.lock().vault.discard(&key);
+                Ok(())
+            }
+            BackendMessage::Failed { reason } => {
+                backend.failed = Some(reason);
+                Ok(())
+            }
+        };
+        if let Err(e) = sent {
+            tracing::warn!("answer to the backend: {e}");
+        }
+    }
+
+    fn backend_ready(&mut self, root: Identity, needs_paths: bool) {
+        let Some(backend) = &mut self.backend else {
+            return;
+        };
+        if self.root.is_some_and(|known| known != root) {
+            backend.failed = Some(format!(
+                "{} is not the directory that was mounted any more; put it back, or unmount",
+                self.config.source
+            ));
+            backend.kill_at = Some(Instant::now());
+            return;
+        }
+        backend.ready = true;
+        backend.kill_at = None;
+        let generation = backend.generation;
+        self.failures = 0;
+        let mut core = self.shared.core.lock();
+        if self.root.replace(root).is_none() {
+            core.tables
+                .set_root(&root, &crate::wire::abi::Attr::default());
+        } else {
+            self.takeovers += 1;
+        }
+        core.backend_ready(&self.shared.io, generation, needs_paths);
+        let stale = std::mem::take(&mut core.stale);
+        drop(core);
+        self.shared.progress.notify_all();
+        if !stale.is_empty() {
+            self.invalidate(stale);
+        }
+    }
+
+    /// Tells the kernel that attributes may be stale. In a thread of its own, because a notification
+    /// waits for requests in flight.
+    fn invalidate(&self, stale: Vec<u64>) {
+        use crate::wire::abi::{NotifyInvalInode, OutHeader, notify};
+        use zerocopy::IntoBytes;
+        let shared = self.shared.clone();
+        let work = move || {
+            let Some(fuse) = shared.io.fuse.get() else {
+                return;
+            };
+            for ino in stale {
+                // A negative offset: attributes only, no pages.
+                let body = NotifyInvalInode {
+                    ino,
+                    off: -1,
+                    len: 0,
+                };
+                let header = OutHeader {
+                    len: (size_of::<OutHeader>() + size_of::<NotifyInvalInode>()) as u32,
+                    error: notify::INVAL_INODE,
+                    unique: 0,
+                };
+                // ENOENT: the kernel does not know it any more.
+                let _ = nix::unistd::write(fuse, &[header.as_bytes(), body.as_bytes()].concat());
+            }
+        };
+        let thread = std::thread::Builder::new().name("invalidate".into());
+        if let Err(e) = thread.spawn(work) {
+            tracing::warn!("cannot start a thread: {e}");
+        }
+    }
+
+    fn backend_exited(&mut self) {
+        let Some(mut backend) = self.backend.take() else {
+            return;
+        };
+        let status = match backend.child.wait() {
+            Ok(status) => status,
+            Err(e) => return tracing::error!("cannot wait for the backend: {e}"),
+        };
+        let mut core = self.shared.core.lock();
+        core.backend_died(&self.shared.io, own_doing(status));
+        drop(core);
+        let reason = backend.failed.unwrap_or_else(|| describe(status));
+        if backend.ready {
+            tracing::warn!("backend {} ended: {reason}", backend.generation);
+            self.reason = Some(reason);
+            self.start_at = Some(Instant::now());
+            self.start_backend();
+        } else {
+            self.start_failed(reason);
+        }
+    }
+
+    fn kill_overdue(&mut self) {
+        let Some(backend) = &mut self.backend else {
+            return;
+        };
+        if backend.kill_at.is_some_and(|at| at <= Instant::now()) {
+            if !backend.ready && backend.failed.is_none() {
+                backend.failed = Some(format!(
+                    "backend was not ready after {} s and was killed",
+                    START_LIMIT.as_secs()
+                ));
+            }
+            backend.kill_at = None;
+            let _ = backend.child.kill();
+        }
+    }
+
+    fn tick(&mut self) {
+        let callers = self.shared.core.lock().callers();
+        // Reading /proc takes time: not under the lock.
+        let dying: HashSet<u32> = callers.into_iter().filter(|&pid| is_dying(pid)).collect();
+        let mut core = self.shared.core.lock();
+        core.tick(&self.shared.io, |pid| dying.contains(&pid));
+    }
+
+    // ---- clients -----------------------------------------------------------------------------
+
+    fn accept(&mut self) {
+        let Some(Ok(conn)) = self.listener.as_ref().map(Listener::accept) else {
+            return;
+        };
+        let me = nix::unistd::geteuid().as_raw();
+        let allowed = conn.peer_uid().is_ok_and(|uid| uid == 0 || uid == me);
+        if allowed && self.clients.len() < CLIENTS_MAX {
+            self.clients.push(conn);
+        }
+    }
+
+    fn hear_clients(&mut self) {
+        let mut clients = std::mem::take(&mut self.clients);
+        clients.retain(|client| match client.try_recv::<Command>() {
+            Ok(Received::Message(command, _)) => self.answer_client(client, &command).is_ok(),
+            Ok(Received::Nothing) => true,
+            Ok(Received::Closed) | Err(_) => false,
+        });
+        self.clients = clients;
+    }
+
+    fn answer_client(&self, client: &Conn, command: &Command) -> Result<(), ControlError> {
+        // A client that does not read must not hold the supervisor up.
+        client.set_timeout(Some(Duration::from_millis(100)))?;
+        let answer = match command {
+            Command::Status => CommandAnswer::Status(Box::new(self.status())),
+            Command::Unknown => CommandAnswer::Failed {
+                reason: format!(
+                    "front-end {} does not know this command; use a client of its release",
+                    env!("CARGO_PKG_VERSION")
+                ),
+            },
+        };
+        client.send(&answer, &[])
+    }
+
+    fn status(&self) -> Status {
+        let ms = |ns: u64| ns as f64 / 1e6;
+        let now = sys::monotonic_ns();
+        let since = |then: u64| ms(now.saturating_sub(then));
+        let core = self.shared.core.lock();
+        let outage = match core.service {
+            Service::Serving => None,
+            Service::Outage { since } => Some(since),
+        };
+        Status {
+            mountpoint: self.mountpoint.clone(),
+            source: self.config.source.to_string(),
+            state: if outage.is_some() {
+                State::Outage
+            } else {
+                State::Serving
+            },
+            reason: self.reason.clone(),
+            generation: core.generation,
+            channel: self.config.channel,
+            frontend_pid: std::process::id(),
+            backend_pid: self.backend.as_ref().map(|b| b.child.id()),
+            standby_pid: None,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            backend_version: self.backend_version.clone(),
+            takeovers: self.takeovers,
+            handovers: 0,
+            last_pause_ms: core.last_pause.map(ms),
+            longest_pause_ms: core.last_pause.map(|_| ms(core.longest_pause)),
+            outage_ms: outage.map(since),
+            open_files: core.tables.open_files() as u64,
+            open_dirs: core.tables.open_dirs() as u64,
+            locks: core.tables.locks() as u64,
+            inodes: core.tables.inodes() as u64,
+            inflight: core.inflight() as u64,
+            oldest_request_ms: core.oldest().map(since),
+            reissued: core.counters.reissued,
+            verified_done: core.counters.verified_done,
+            ambiguous: core.counters.ambiguous,
+            poisoned: core.counters.poisoned,
+            early_answers: core.counters.early_answers,
+            waiters: core.waiters() as u64,
+            restarts_failed: u64::from(self.failures),
+            // This backend keeps nothing unflushed, and its locks live in the vault.
+            ..Status::default()
+        }
+    }
+
+    fn end_signal(&mut self) {
+        let _ = self.signals.read_signal();
+        if self.listener.is_none() {
+            // Not mounted yet: nothing to keep.
+            self.shared.ended.store(true, Ordering::Release);
+            return;
+        }
+        // The reader notices when it is done.
+        if let Err(e) = unmount(&self.mountpoint, false) {
+            tracing::error!("asked to end: {e}");
+        }
+    }
+}
+
+#[derive(Default)]
+struct Woken {
+    bell: bool,
+    signal: bool,
+    exited: bool,
+    conn: bool,
+    listener: bool,
+    clients: bool,
+}
+
+fn end_signals() -> SigSet {
+    SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT])
+}
+
+/// Blocks the signals that ask this process to end, for this thread and those it starts.
+pub fn block_signals() -> std::io::Result<()> {
+    Ok(end_signals().thread_block()?)
+}
+
+fn answer(conn: &Conn, id: u64, errno: i32, fd: Option<OwnedFd>) -> Result<(), ControlError> {
+    let message = FrontendMessage::Answer {
+        id,
+        errno,
+        found: fd.is_some(),
+    };
+    let fds: Vec<BorrowedFd<'_>> = fd.iter().map(AsFd::as_fd).collect();
+    conn.send(&message, &fds)
+}
+
+/// Starts this program again as a backend. Its standard input is the control socket.
+fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
+    let (ours, theirs) = Conn::pair().map_err(std::io::Error::other)?;
+    let mut child = Process::new("/proc/self/exe")
+        .arg("__backend")
+        .stdin(Stdio::from(OwnedFd::from(theirs)))
+        .stdout(Stdio::null())
+        .spawn()?;
+    match sys::pidfd_open(child.id()) {
+        Ok(pidfd) => Ok((child, pidfd, ours)),
+        Err(e) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(e)
+        }
+    }
+}
+
+/// It died of a fault in itself, which a request may have caused. An operator's or the kernel's
+/// SIGKILL says nothing about the requests.
+fn own_doing(status: ExitStatus) -> bool {
+    match status.signal() {
+        Some(signal) => [
+            libc::SIGSEGV,
+            libc::SIGABRT,
+            libc::SIGBUS,
+            libc::SIGILL,
+            libc::SIGFPE,
+            libc::SIGTRAP,
+            libc::SIGSYS,
+        ]
+        .contains(&signal),
+        None => !status.success(),
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    match status.signal() {
+        Some(signal) => match Signal::try_from(signal) {
+            Ok(signal) => format!("backend was ended by {signal}"),
+            Err(_) => format!("backend was ended by signal {signal}"),
+        },
+        None => format!("backend exited with code {}", status.code().unwrap_or(-1)),
+    }
+}
+
+/// Time to the next start after this many failures: 100 ms, doubled each time up to
+/// [`BACKOFF_MAX`], give or take a quarter, so that the mounts of a node do not start in step.
+fn backoff(failures: u32) -> Duration {
+    let base = Duration::from_millis(100 << failures.saturating_sub(1).min(16)).min(BACKOFF_MAX);
+    let jitter = sys::realtime_ns() / 1000 % 500;
+    base.mul_f64(0.75 + jitter as f64 / 1000.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn starts_are_spread_over_time_and_never_given_up() {
+        for failures in 1..100 {
+            let wait = backoff(failures);
+            assert!(wait >= Duration::from_millis(75), "{wait:?}");
+            assert!(wait <= BACKOFF_MAX.mul_f64(1.25), "{wait:?}");
+        }
+        assert!(backoff(10) > backoff(1));
+    }
+}

@@ -1,0 +1,1 @@
+//! Walks everything and says what is wrong.
