@@ -204,6 +204,23 @@ impl fmt::Display for Channel {
     }
 }
 
+impl FromStr for Channel {
+    type Err = ChannelError;
+
+    fn from_str(text: &str) -> Result<Channel, ChannelError> {
+        match text {
+            "relay" => Ok(Channel::Relay),
+            "lease" => Ok(Channel::Lease),
+            _ => Err(ChannelError(text.to_owned())),
+        }
+    }
+}
+
+/// A channel nobody knows.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("channel '{0}' is not known; write relay or lease")]
+pub struct ChannelError(String);
+
 /// From a client (`evermount status`) to a front-end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "command")]

@@ -136,18 +136,19 @@ pub fn socket_path(minor: u32) -> Result<PathBuf, RuntimeError> {
     Ok(directory()?.join(socket_name(minor)))
 }
 
-fn socket_name(minor: u32) -> String {
+/// Name of that socket in the runtime directory.
+pub fn socket_name(minor: u32) -> String {
     format!("mount-{minor}.sock")
 }
 
-/// Conversations with the front-ends of all live mounts. Sockets that nobody listens on any more are
+/// Conversations with the front-ends of all live mounts, each with the minor device number. Sockets that nobody listens on any more are
 /// removed: whoever made them was killed.
-pub fn list() -> Result<Vec<Conn>, RuntimeError> {
+pub fn list() -> Result<Vec<(u32, Conn)>, RuntimeError> {
     let path = directory()?;
     list_in(&path).map_err(|source| RuntimeError::Directory { path, source })
 }
 
-fn list_in(directory: &Path) -> io::Result<Vec<Conn>> {
+fn list_in(directory: &Path) -> io::Result<Vec<(u32, Conn)>> {
     let mut sockets: Vec<(u32, PathBuf)> = std::fs::read_dir(directory)?
         .filter_map(|entry| {
             let entry = entry.ok()?;
@@ -158,9 +159,9 @@ fn list_in(directory: &Path) -> io::Result<Vec<Conn>> {
         .collect();
     sockets.sort();
     let mut live = Vec::new();
-    for (_, socket) in sockets {
+    for (minor, socket) in sockets {
         match Conn::connect(&socket) {
-            Ok(conn) => live.push(conn),
+            Ok(conn) => live.push((minor, conn)),
             Err(ControlError::Path { source, .. })
                 if source.kind() == io::ErrorKind::ConnectionRefused =>
             {
@@ -236,7 +237,11 @@ mod tests {
         rustix::net::shutdown(socket, rustix::net::Shutdown::Both).unwrap();
         std::mem::forget(killed);
         std::fs::write(dir.path().join("mount-x.sock"), "").unwrap();
-        assert_eq!(list_in(dir.path()).unwrap().len(), 1);
+        let found = list_in(dir.path()).unwrap();
+        assert_eq!(
+            found.iter().map(|(minor, _)| *minor).collect::<Vec<_>>(),
+            [7]
+        );
         assert!(live.path().exists());
         assert!(!stale.exists());
     }

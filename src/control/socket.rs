@@ -229,6 +229,13 @@ impl Conn {
         Ok(())
     }
 
+    /// The process that made the other end: of a [`Conn::connect`], the one that listens.
+    pub fn peer_pid(&self) -> Result<u32, ControlError> {
+        sockopt::socket_peercred(&self.0)
+            .map(|cred| cred.pid.as_raw_nonzero().get() as u32)
+            .map_err(ControlError::io("ask for the peer's credentials"))
+    }
+
     /// The uid of the process that made the other end, as the kernel recorded it (`SO_PEERCRED`).
     pub fn peer_uid(&self) -> Result<u32, ControlError> {
         sockopt::socket_peercred(&self.0)
@@ -466,6 +473,7 @@ mod tests {
         let second = Listener::bind(&path).unwrap();
         let client = Conn::connect(&path).unwrap();
         let served = second.accept().unwrap();
+        assert_eq!(client.peer_pid().unwrap(), std::process::id());
         assert_eq!(served.peer_uid().unwrap(), nix::unistd::getuid().as_raw());
         client.send(&"hi", &[]).unwrap();
         assert_eq!(served.recv::<String>().unwrap().unwrap().0, "hi");

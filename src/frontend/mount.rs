@@ -38,7 +38,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
@@ -400,76 +400,114 @@ fn check_mountpoint(path: &Path) -> Result<PathBuf, MountError> {
 }
 
 fn mount_as_root(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted, MountError> {
-    let refused = |step| {
-        let path = mountpoint.clone();
-        move |errno: rustix::io::Errno| MountError::Refused {
-            path,
-            step,
-            source: errno.into(),
-            advice: match errno {
-                rustix::io::Errno::PERM => {
-                    "; mounting needs CAP_SYS_ADMIN: in a container run it privileged"
-                }
-                rustix::io::Errno::NODEV => {
-                    "; the kernel has no FUSE: load it with `modprobe fuse`"
-                }
-                rustix::io::Errno::NOSYS => "; this kernel is older than Linux 5.2",
-                _ => "",
-            },
-        }
-    };
-    let fuse = open_device()?;
-    let flags = options.options.0;
-    let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).map_err(refused("fsopen"))?;
-    let set = |key: &str, value: &str| {
-        fsconfig_set_string(&context, key, value).map_err(refused("fsconfig"))
-    };
-    set("source", &options.fsname)?;
-    set("subtype", "evermount")?;
-    set("fd", &fuse.as_raw_fd().to_string())?;
-    set("rootmode", "40000")?;
-    set("user_id", &nix::unistd::geteuid().to_string())?;
-    set("group_id", &nix::unistd::getegid().to_string())?;
-    let mut super_flags = vec!["allow_other", "default_permissions"];
-    if flags.contains(MountFlags::READ_ONLY) {
-        super_flags.push("ro");
-    }
-    for flag in super_flags {
-        fsconfig_set_flag(&context, flag).map_err(refused("fsconfig"))?;
-    }
-    fsconfig_create(&context).map_err(refused("create the superblock"))?;
-    let mut attributes = MountAttrFlags::empty();
-    for (flag, when, attribute) in [
-        (
-            MountFlags::READ_ONLY,
-            true,
-            MountAttrFlags::MOUNT_ATTR_RDONLY,
-        ),
-        (MountFlags::SUID, false, MountAttrFlags::MOUNT_ATTR_NOSUID),
-        (MountFlags::DEV, false, MountAttrFlags::MOUNT_ATTR_NODEV),
-        (MountFlags::NOEXEC, true, MountAttrFlags::MOUNT_ATTR_NOEXEC),
-        (
-            MountFlags::NOATIME,
-            true,
-            MountAttrFlags::MOUNT_ATTR_NOATIME,
-        ),
-    ] {
-        if flags.contains(flag) == when {
-            attributes |= attribute;
-        }
-    }
-    let detached =
-        fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes).map_err(refused("fsmount"))?;
-    let init_flags = handshake(fuse.as_fd(), &mountpoint)?;
+    let detached = Detached::create(&options.fsname, options.options.0, &mountpoint)?;
     move_mount(
-        &detached,
+        &detached.mount,
         "",
         rustix::fs::CWD,
         &mountpoint,
         MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
     )
-    .map_err(refused("attach the mount"))?;
-    finish(fuse, init_flags, mountpoint, detached.as_fd())
+    .map_err(refused("attach the mount", &mountpoint))?;
+    finish(
+        detached.fuse,
+        detached.greeting.flags,
+        mountpoint,
+        detached.mount.as_fd(),
+    )
+}
+
+/// A mount that is in no tree. It ends when it is dropped.
+struct Detached {
+    fuse: OwnedFd,
+    mount: OwnedFd,
+    greeting: Greeting,
+}
+
+impl Detached {
+    fn create(fsname: &str, flags: MountFlags, on: &Path) -> Result<Detached, MountError> {
+        let fuse = open_device()?;
+        let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).map_err(refused("fsopen", on))?;
+        for (key, value) in [
+            ("source", fsname),
+            ("subtype", "evermount"),
+            ("fd", &fuse.as_raw_fd().to_string()),
+            ("rootmode", "40000"),
+            ("user_id", &nix::unistd::geteuid().to_string()),
+            ("group_id", &nix::unistd::getegid().to_string()),
+        ] {
+            fsconfig_set_string(&context, key, value).map_err(refused("fsconfig", on))?;
+        }
+        let mut super_flags = vec!["allow_other", "default_permissions"];
+        if flags.contains(MountFlags::READ_ONLY) {
+            super_flags.push("ro");
+        }
+        for flag in super_flags {
+            fsconfig_set_flag(&context, flag).map_err(refused("fsconfig", on))?;
+        }
+        fsconfig_create(&context).map_err(refused("create the superblock", on))?;
+        let mut attributes = MountAttrFlags::empty();
+        for (flag, when, attribute) in [
+            (
+                MountFlags::READ_ONLY,
+                true,
+                MountAttrFlags::MOUNT_ATTR_RDONLY,
+            ),
+            (MountFlags::SUID, false, MountAttrFlags::MOUNT_ATTR_NOSUID),
+            (MountFlags::DEV, false, MountAttrFlags::MOUNT_ATTR_NODEV),
+            (MountFlags::NOEXEC, true, MountAttrFlags::MOUNT_ATTR_NOEXEC),
+            (
+                MountFlags::NOATIME,
+                true,
+                MountAttrFlags::MOUNT_ATTR_NOATIME,
+            ),
+        ] {
+            if flags.contains(flag) == when {
+                attributes |= attribute;
+            }
+        }
+        let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+            .map_err(refused("fsmount", on))?;
+        let greeting = handshake(fuse.as_fd(), on)?;
+        Ok(Detached {
+            fuse,
+            mount,
+            greeting,
+        })
+    }
+}
+
+fn refused(step: &'static str, path: &Path) -> impl FnOnce(rustix::io::Errno) -> MountError {
+    let path = path.to_owned();
+    move |errno| MountError::Refused {
+        path,
+        step,
+        source: errno.into(),
+        advice: match errno {
+            rustix::io::Errno::PERM => {
+                "; mounting needs CAP_SYS_ADMIN: in a container run it privileged"
+            }
+            rustix::io::Errno::NODEV => "; the kernel has no FUSE: load it with `modprobe fuse`",
+            rustix::io::Errno::NOSYS => "; this kernel is older than Linux 5.2",
+            _ => "",
+        },
+    }
+}
+
+/// What the kernel's FUSE can do.
+#[derive(Clone, Debug)]
+pub struct Greeting {
+    /// INIT flags in force (`FUSE_*` bits).
+    pub flags: u64,
+    /// Protocol version of the kernel.
+    pub protocol: (u32, u32),
+    /// Wanted features the kernel does not have. The mount works without them.
+    pub lacking: Vec<&'static str>,
+}
+
+/// Finds out what the kernel's FUSE can do, with a mount that nobody ever sees. Needs root.
+pub fn probe() -> Result<Greeting, MountError> {
+    Ok(Detached::create("probe", MountFlags::empty(), Path::new("nothing"))?.greeting)
 }
 
 fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted, MountError> {
@@ -521,7 +559,7 @@ fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted,
         let _ = unmount(&mountpoint, true);
         error
     };
-    let init_flags = handshake(fuse.as_fd(), &mountpoint).map_err(undo)?;
+    let greeting = handshake(fuse.as_fd(), &mountpoint).map_err(undo)?;
     // O_PATH opens the root without asking the file system.
     let root = OpenOptions::new()
         .read(true)
@@ -533,7 +571,7 @@ fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted,
                 source,
             })
         })?;
-    finish(fuse, init_flags, mountpoint.clone(), root.as_fd())
+    finish(fuse, greeting.flags, mountpoint.clone(), root.as_fd())
 }
 
 /// Looks the new mount up, and unmounts it if that fails.
@@ -595,8 +633,7 @@ fn receive_fd(socket: std::os::fd::BorrowedFd<'_>) -> Option<OwnedFd> {
     })
 }
 
-/// What the kernel offered, and what came of it.
-type Outcome = Result<u64, MountError>;
+type Outcome = Result<Greeting, MountError>;
 
 /// Answers INIT and nothing else.
 struct Greeter(Arc<OnceLock<Outcome>>);
@@ -633,11 +670,17 @@ fn choose(config: &mut KernelConfig) -> Outcome {
     let _ = config.add_capabilities(chosen);
     let _ = config.set_max_write(MAX_WRITE as u32);
     let _ = config.set_max_background(MAX_BACKGROUND);
-    Ok(chosen.bits())
+    Ok(Greeting {
+        flags: chosen.bits(),
+        protocol: (abi.0, abi.1),
+        lacking: (WANTED.difference(offered).iter_names())
+            .map(|(name, _)| name)
+            .collect(),
+    })
 }
 
-/// The INIT handshake; returns the flags in force.
-fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path) -> Result<u64, MountError> {
+/// The INIT handshake.
+fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path) -> Outcome {
     let failed = |source| MountError::Handshake {
         path: mountpoint.to_owned(),
         source,
@@ -659,7 +702,7 @@ fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path) -> Result<u64
     ) {
         (_, Some(Err(refusal))) => Err(refusal),
         (Err(source), _) => Err(failed(source)),
-        (Ok(()), Some(Ok(flags))) => Ok(flags),
+        (Ok(()), Some(Ok(greeting))) => Ok(greeting),
         (Ok(()), None) => Err(failed(io::Error::other("the kernel never sent INIT"))),
     }
 }
@@ -743,9 +786,9 @@ fn sysctl_warning(name: &str, value: &str) -> Option<String> {
     ))
 }
 
-/// Opens `/dev/fuse` to see whether it can be; for `doctor`.
-pub fn device_can_be_opened() -> Result<(), MountError> {
-    open_device().map(File::from).map(drop)
+/// Whether `/dev/fuse` can be opened; for `doctor`.
+pub fn check_device() -> Result<(), MountError> {
+    open_device().map(drop)
 }
 
 #[cfg(test)]
@@ -803,6 +846,18 @@ mod tests {
     }
 
     // The tests below need /dev/fuse, and fail without: a mount is what this is about.
+
+    #[test]
+    fn a_probe_tells_the_protocol_and_leaves_no_mount() {
+        if !nix::unistd::geteuid().is_root() {
+            return; // only root can mount without attaching
+        }
+        let greeting = probe().unwrap();
+        assert!(greeting.protocol >= OLDEST_PROTOCOL);
+        assert_eq!(greeting.flags & !WANTED.bits(), 0);
+        let mounts = mountinfo::read().unwrap();
+        assert!(!mounts.iter().any(|m| m.source == "probe"));
+    }
 
     #[test]
     fn a_mount_is_made_found_without_being_touched_and_removed() {

@@ -1,0 +1,271 @@
+//! `evermount mount`: starts a front-end and waits until the mount is served.
+
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, bail};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+
+use super::frontend::Report;
+use crate::control::mountinfo::{self, MountEntry};
+use crate::control::{Channel, Source};
+use crate::frontend::mount::{MountOptions, OptionList, UnknownOption, sysctl_warnings, unmount};
+use crate::frontend::{self, FrontendConfig, OutagePolicy};
+
+/// How long a front-end may take until the mount is served. A store that takes longer to open than
+/// this is not reachable.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Mount SOURCE on the directory MOUNTPOINT.
+#[derive(clap::Args)]
+pub struct Args {
+    /// What to mount: dir:/path
+    source: Source,
+    /// The directory to mount on
+    mountpoint: PathBuf,
+    /// How requests reach the backend: relay or lease
+    #[arg(long, default_value_t = Channel::Relay)]
+    channel: Channel,
+    /// What requests get while no backend serves: queue, queue:SECONDS (then EIO) or error
+    #[arg(long, default_value_t = OutagePolicy::Queue)]
+    outage: OutagePolicy,
+    /// Mount options, separated by commas: ro, suid, dev, noexec, noatime, allow_other
+    #[arg(short = 'o', value_name = "OPTIONS", value_parser = check_options)]
+    options: Vec<String>,
+    /// Serve in this process, until unmounted; log to the standard error
+    #[arg(long, conflicts_with = "log")]
+    foreground: bool,
+    /// Append the log of the front-end and its backends to this file
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+}
+
+/// Checks a list; it is kept as it is, because a later one may take back what an earlier one says.
+fn check_options(list: &str) -> Result<String, UnknownOption> {
+    list.parse::<OptionList>().map(|_| list.to_owned())
+}
+
+/// Runs the command.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    if args.channel == Channel::Lease {
+        bail!("channel 'lease' is not available yet; use --channel relay");
+    }
+    let source = absolute(&args.source)?;
+    let mountpoint = mountinfo::resolve(&args.mountpoint).with_context(|| {
+        format!(
+            "mountpoint {}; create the directory first",
+            args.mountpoint.display()
+        )
+    })?;
+    refuse_hidden_source(&source, &mountpoint)?;
+    let config = FrontendConfig {
+        mount: MountOptions {
+            mountpoint: mountpoint.clone(),
+            fsname: source.to_string(),
+            options: args.options.join(",").parse()?,
+        },
+        source,
+        outage: args.outage,
+        channel: args.channel,
+    };
+    for warning in sysctl_warnings() {
+        eprintln!("evermount: warning: {warning}");
+    }
+    if args.foreground {
+        return serve_here(config);
+    }
+    start(&config, args.log.as_deref())
+        .with_context(|| format!("cannot mount {} on {}", config.source, mountpoint.display()))
+}
+
+/// The source as the front-end, whose working directory is `/`, can use it.
+fn absolute(source: &Source) -> anyhow::Result<Source> {
+    let Source::Dir(path) = source;
+    let full = path
+        .canonicalize()
+        .with_context(|| format!("source directory {}", path.display()))?;
+    if !full.is_dir() {
+        bail!("source {} is not a directory", path.display());
+    }
+    if full.to_str().is_none() {
+        bail!(
+            "source directory {} has a name that is not UTF-8; mount it by another path",
+            full.display()
+        );
+    }
+    Ok(Source::Dir(full))
+}
+
+/// A mount must not cover its own source: the next backend would open the mount instead.
+fn refuse_hidden_source(source: &Source, mountpoint: &Path) -> anyhow::Result<()> {
+    match source.path() {
+        Some(path) if path.starts_with(mountpoint) => bail!(
+            "mountpoint {} would cover the source {}; mount on another directory",
+            mountpoint.display(),
+            path.display()
+        ),
+        _ => Ok(()),
+    }
+}
+
+fn serve_here(config: FrontendConfig) -> anyhow::Result<()> {
+    super::start_log();
+    let mut refusal = None;
+    let served = frontend::run(config, |outcome| refusal = outcome.err());
+    match (served, refusal) {
+        (Err(e), _) => Err(anyhow!("{e:#}")),
+        (Ok(()), Some(reason)) => Err(anyhow!(reason)),
+        (Ok(()), None) => Ok(()),
+    }
+}
+
+/// Starts a front-end on its own and waits for its report. After an error nothing is left.
+fn start(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<()> {
+    let before = mountinfo::read().context("cannot read /proc/self/mountinfo")?;
+    let mut child = spawn(config, log)?;
+    let failure = match wait_for_report(&mut child, START_LIMIT) {
+        Ok(Report::Ok(_)) => return Ok(()),
+        Ok(Report::Error(reason)) => anyhow!(reason),
+        Err(e) => e,
+    };
+    clean_up(child, &config.mount.mountpoint, &before);
+    Err(failure)
+}
+
+fn spawn(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<Child> {
+    // Without a log there is no standard error at all, from the beginning: the front-end starts its
+    // backend before it reports, and nothing may keep the caller's open. Reasons come by the report.
+    let errors = match log {
+        None => Stdio::null(),
+        Some(path) => {
+            let file: std::io::Result<File> = OpenOptions::new()
+                .append(true)
+                .create(true)
+                .mode(0o600)
+                .open(path);
+            file.with_context(|| format!("cannot open the log {}", path.display()))?
+                .into()
+        }
+    };
+    Command::new("/proc/self/exe")
+        .arg0("evermount")
+        .arg("__frontend")
+        .arg(serde_json::to_string(config).context("a path is not UTF-8")?)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(errors)
+        // Not to keep the caller's directory busy.
+        .current_dir("/")
+        .spawn()
+        .context("cannot start a front-end (/proc/self/exe); is /proc mounted?")
+}
+
+/// Reads the report, which is one line.
+fn wait_for_report(child: &mut Child, limit: Duration) -> anyhow::Result<Report> {
+    let deadline = Instant::now() + limit;
+    let mut pipe = child.stdout.take().context("the front-end has no pipe")?;
+    let mut text = Vec::new();
+    while !text.contains(&b'\n') {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        let mut fds = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut fds, timeout) {
+            Ok(0) => bail!(
+                "the mount was not served within {} s and was given up; --log FILE shows why",
+                limit.as_secs()
+            ),
+            Ok(_) => {}
+            Err(nix::errno::Errno::EINTR) => continue,
+            Err(e) => return Err(e).context("cannot wait for the front-end"),
+        }
+        let mut part = [0; 4096];
+        match pipe.read(&mut part).context("cannot read the report")? {
+            0 => bail!("the front-end ended without a report; --log FILE shows why"),
+            n => text.extend_from_slice(&part[..n]),
+        }
+    }
+    serde_json::from_slice(&text).context("the front-end's report cannot be read")
+}
+
+/// Ends a front-end that failed, and what it may have mounted and started.
+fn clean_up(mut child: Child, mountpoint: &Path, before: &[MountEntry]) {
+    // After an error of its own it is about to end; give it time to do so in order.
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while child.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    if child.try_wait().is_ok_and(|status| status.is_none()) {
+        // It leads a group of its own, with its backend in it, unless it died before it could.
+        let _ = killpg(Pid::from_raw(child.id() as i32), Signal::SIGKILL);
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    let Ok(now) = mountinfo::read() else { return };
+    let left = mountinfo::topmost(&now, mountpoint).filter(|m| m.is_evermount());
+    // One that was there before belongs to somebody else.
+    if left.is_some_and(|m| !before.contains(m)) {
+        let _ = unmount(mountpoint, true);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn child(script: &str) -> Child {
+        Command::new("sh")
+            .args(["-c", script])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    fn report(script: &str, limit: Duration) -> anyhow::Result<Report> {
+        let mut child = child(script);
+        let report = wait_for_report(&mut child, limit);
+        let _ = child.kill();
+        child.wait().unwrap();
+        report
+    }
+
+    #[test]
+    fn a_report_is_read_and_its_absence_noticed() {
+        let long = Duration::from_secs(60);
+        let read = report(r#"printf '{"ok"'; sleep 0.1; echo ':true}'"#, long);
+        assert_eq!(read.unwrap(), Report::Ok(true));
+        let read = report(r#"echo '{"error":"why"}'"#, long);
+        assert_eq!(read.unwrap(), Report::Error("why".into()));
+        let error = report("exit 3", long).unwrap_err();
+        assert!(error.to_string().contains("without a report"), "{error}");
+        let error = report("echo nonsense", long).unwrap_err();
+        assert!(error.to_string().contains("cannot be read"), "{error}");
+        let error = report("exec sleep 100", Duration::from_millis(50)).unwrap_err();
+        assert!(error.to_string().contains("given up"), "{error}");
+    }
+
+    #[test]
+    fn a_mount_may_not_cover_its_source() {
+        let source = Source::Dir("/a/b".into());
+        for over in ["/", "/a", "/a/b"] {
+            assert!(refuse_hidden_source(&source, Path::new(over)).is_err());
+        }
+        for beside in ["/a/bc", "/a/b/c", "/m"] {
+            assert!(refuse_hidden_source(&source, Path::new(beside)).is_ok());
+        }
+    }
+
+    #[test]
+    fn a_later_option_takes_back_an_earlier_one() {
+        let lists = ["ro,noatime".to_owned(), "rw".to_owned()];
+        let options: OptionList = lists.join(",").parse().unwrap();
+        assert_eq!(options.to_string(), "noatime");
+    }
+}
