@@ -230,7 +230,9 @@ impl Mount {
             !Path::new(&format!("/proc/{frontend}/exe")).exists()
         });
         if !gone || std::thread::panicking() {
-            eprintln!("umount: {umount:?}\n{}", self.log_text());
+            let log = self.log_text();
+            let tail: Vec<&str> = log.lines().rev().take(20).collect();
+            eprintln!("umount: {umount:?}\n{}", tail.join("\n"));
         }
         if !gone {
             let _ = kill(Pid::from_raw(frontend as i32), Signal::SIGKILL);
