@@ -200,7 +200,10 @@ impl Dir {
         let fd = Arc::new(fd);
         let description = Description {
             fd: fd.clone(),
-            fh: 0, // not known any more; the next lock through a handle says
+            // The handle it was locked through is not known any more. An open file description's
+            // own locks can only be used through its one handle, so this is it; a process's locks
+            // go with any close of the process, whichever handle is noted.
+            fh: call.annex.handle.fh,
         };
         self.locks.descriptions.lock().insert(owner, description);
         Ok(Some(fd))
