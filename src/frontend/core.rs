@@ -409,6 +409,19 @@ impl Core {
             && self.quarantine.is_empty()
             && !self.free_slots.is_empty()
             && self.free_chunks.len() >= chunks
+            && !self.is_held_back(request)
+    }
+
+    /// An unlock that was answered in an outage is still to be told to the store. Its owner may take
+    /// the lock again meanwhile, and the two must not be executed in the wrong order.
+    fn is_held_back(&self, request: &Request<'_>) -> bool {
+        let is_lock = |opcode| matches!(opcode, Opcode::Setlk | Opcode::Setlkw);
+        is_lock(request.opcode)
+            && self.slots.iter().flatten().any(|s| {
+                s.held.purpose == Purpose::Internal
+                    && is_lock(s.held.opcode)
+                    && s.held.nodeid == request.header.nodeid
+            })
     }
 
     /// Hands the request in `index` over for the first time.
@@ -506,7 +519,8 @@ impl Core {
                 if self.service != Service::Serving || self.free_slots.is_empty() {
                     return;
                 }
-                at += 1; // needs more chunks than there are; a smaller one may fit
+                // Needs more chunks than there are, where a smaller one may fit, or is held back.
+                at += 1;
                 continue;
             }
             let Some(Outside { held, bytes }) = self.outside.remove(at) else {
