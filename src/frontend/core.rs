@@ -39,6 +39,9 @@ const POISON_DEATHS: u8 = 2;
 
 /// `df` and `stat` of the root return within a second, whatever the store does.
 const ROOT_PATIENCE: Duration = Duration::from_millis(500);
+/// What had been read before an outage that is an error (`--outage error`) may be carried out by the
+/// next generation if it comes at once.
+const ERROR_PATIENCE: Duration = Duration::from_secs(1);
 /// A caller is looked at when its request is this old, nanoseconds.
 const CALLER_PATIENCE: u64 = 200_000_000;
 
@@ -1067,8 +1070,12 @@ impl Core {
             io.send(&reply);
             return true;
         }
-        if let (Service::Outage { since }, OutagePolicy::QueueFor(limit)) =
-            (self.service, self.policy)
+        let limit = match self.policy {
+            OutagePolicy::Queue => None,
+            OutagePolicy::QueueFor(limit) => Some(limit),
+            OutagePolicy::Error => Some(ERROR_PATIENCE),
+        };
+        if let (Service::Outage { since }, Some(limit)) = (self.service, limit)
             && now.saturating_sub(since) > limit.as_nanos() as u64
         {
             let reply = self.refusal(request, Errno::EIO);
