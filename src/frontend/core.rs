@@ -1240,7 +1240,13 @@ impl Core {
                 continue;
             };
             if held.deaths_alone < POISON_DEATHS {
-                return self.hand_over(io, index, &request);
+                self.hand_over(io, index, &request);
+                if self.slots[index.get() as usize].is_some() {
+                    return;
+                }
+                // Answered at once, as its node is gone: nobody will hand it back.
+                self.quarantine.pop_front();
+                continue;
             }
             tracing::error!(
                 "{} of process {} killed {} backends: answered EIO",
