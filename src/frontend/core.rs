@@ -946,14 +946,14 @@ impl Core {
         match request.op {
             Op::Statfs => Some(data_reply(unique, None, self.statfs.as_deref()?)),
             Op::Getattr(_) if is_root => Some(data_reply(unique, None, self.root_attr?.as_bytes())),
-            Op::Access(_) if is_root => Some(error_reply(unique, None)),
-            _ => None,
-        }
             // Asked instead of GETATTR by whoever wants the time of birth, too: `stat(1)`.
             Op::Statx(_) if is_root => {
                 let out = statx_of(&self.root_attr?.attr);
                 Some(data_reply(unique, None, out.as_bytes()))
             }
+            Op::Access(_) if is_root => Some(error_reply(unique, None)),
+            _ => None,
+        }
     }
 
     /// The answer to a request that is refused. A name the kernel knows is found again whatever
@@ -1300,19 +1300,6 @@ pub fn deliver(io: &Io, delivery: &Delivery) -> bool {
     }
 }
 
-/// Bytes of a SETLKW request.
-const WAITER_BYTES: usize = size_of::<InHeader>() + size_of::<LkIn>();
-
-/// Nanoseconds until a lock that somebody outside of the mount holds is tried again: soon, then
-/// less and less often, at last once a second.
-fn retry_delay(tries: u32) -> u64 {
-    let ms = 20u64 << tries.min(6);
-    Duration::from_millis(ms.min(1000)).as_nanos() as u64
-}
-
-fn setlk_bytes(request: &Request<'_>) -> Vec<u8> {
-    use zerocopy::IntoBytes;
-    let Op::Setlk(lk) = request.op else {
 /// The answer to a STATX, without the time of birth, which nobody remembers.
 fn statx_of(attr: &Attr) -> StatxOut {
     let time = |sec: u64, nsec| SxTime {
@@ -1340,6 +1327,19 @@ fn statx_of(attr: &Attr) -> StatxOut {
     }
 }
 
+/// Bytes of a SETLKW request.
+const WAITER_BYTES: usize = size_of::<InHeader>() + size_of::<LkIn>();
+
+/// Nanoseconds until a lock that somebody outside of the mount holds is tried again: soon, then
+/// less and less often, at last once a second.
+fn retry_delay(tries: u32) -> u64 {
+    let ms = 20u64 << tries.min(6);
+    Duration::from_millis(ms.min(1000)).as_nanos() as u64
+}
+
+fn setlk_bytes(request: &Request<'_>) -> Vec<u8> {
+    use zerocopy::IntoBytes;
+    let Op::Setlk(lk) = request.op else {
         return vec![0; WAITER_BYTES];
     };
     [request.header.as_bytes(), lk.as_bytes()].concat()
