@@ -356,7 +356,13 @@ impl Supervisor {
                 }
             }
             BackendMessage::Discard { key } => {
-                core.lock().vault.discard(&key);
+                let mut core = core.lock();
+                core.vault.discard(&key);
+                if let VaultKey::Inode(identity) = key
+                    && let Some(nodeid) = core.tables.find(&identity)
+                {
+                    core.tables.set_vaulted(nodeid, false);
+                }
                 Ok(())
             }
             BackendMessage::Failed { reason } => {

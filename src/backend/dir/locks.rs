@@ -200,7 +200,9 @@ impl Dir {
         let fd = Arc::new(fd);
         let description = Description {
             fd: fd.clone(),
-            fh: 0, // not known any more; the next lock through a handle says
+            // A description's own locks (OFD) are only ever reached through its handle, so this is
+            // the one whose end is theirs; for the others it does not matter.
+            fh: call.annex.handle.fh,
         };
         self.locks.descriptions.lock().insert(owner, description);
         Ok(Some(fd))

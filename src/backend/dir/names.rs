@@ -387,7 +387,9 @@ impl Dir {
         victim: Victim<'_>,
         done: rustix::io::Result<()>,
     ) -> Result<Answer, Errno> {
+        // Where objects are found by path, an earlier removal of another name may need it.
         if done.is_err()
+            && self.naming == Naming::Handles
             && let Some(id) = victim.deposited
         {
             call.vault.discard(VaultKey::Inode(id));
