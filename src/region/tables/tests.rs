@@ -556,11 +556,11 @@ fn a_change_is_done_or_not_done_wherever_its_writer_is_killed() {
         change.apply(&mut t);
         change.apply(&mut twin);
     }
-    for step in 1..300 {
-        let grows = step < 80;
+    for step in 1..230 {
+        let grows = step < 60;
         let last = twin.node_ids().last().copied().unwrap_or(1);
         let change = match step {
-            0..200 => Change::random(&mut r, &twin, step, grows),
+            0..130 => Change::random(&mut r, &twin, step, grows),
             _ => Change::Forget(last, 100),
         };
         let before = Seen::of(&twin);
@@ -611,6 +611,68 @@ fn a_change_is_done_or_not_done_wherever_its_writer_is_killed() {
         kills > 5_000 && split > 100 && shrunk && released > 1,
         "{kills} {split} {shrunk} {released}"
     );
+}
+
+const WRITER_FD: &str = "EVERMOUNT_TEST_TABLES_FD";
+
+#[test]
+fn a_writer_killed_by_sigkill_leaves_whole_changes_only() {
+    let t = tables();
+    let mut r = Random(0x5eed_5eed_5eed_5eed);
+    let path = format!(
+        "/proc/{}/fd/{}",
+        std::process::id(),
+        std::os::fd::AsRawFd::as_raw_fd(&t.as_fd())
+    );
+    let mut last = 0;
+    for _ in 0..25 {
+        let mut writer = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact"])
+            .arg("region::tables::tests::writes_until_it_is_killed")
+            .env(WRITER_FD, &path)
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        while t.marked(0) == last {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        std::thread::sleep(std::time::Duration::from_micros(r.below(8000)));
+        writer.kill().unwrap();
+        writer.wait().unwrap();
+        let t = successor(&t);
+        check(&t);
+        last = t.marked(0);
+        let node = t.find(&id(last)).and_then(|nodeid| t.node(nodeid)).unwrap();
+        assert_eq!(node.nlookup, 2);
+        assert!(t.has_locks(node.nodeid, last, false));
+        assert_eq!(t.find(&id(last + 1)), None);
+    }
+}
+
+/// The other process of the test above.
+#[test]
+#[ignore = "run by another test"]
+fn writes_until_it_is_killed() {
+    let Some(path) = std::env::var_os(WRITER_FD) else {
+        return;
+    };
+    let file = std::fs::File::options().read(true).write(true).open(path);
+    let mut t = Tables::open(file.unwrap().into()).unwrap();
+    for n in t.marked(0) + 1.. {
+        t.atomically(|t| {
+            let node = t.look_up(&id(n), Some((1, name("newest"))), &attr(n));
+            let node = node.unwrap();
+            let own = "n".repeat(1 + n as usize % 50) + &n.to_string();
+            t.look_up(&id(n), Some((1, name(&own))), &attr(n)).unwrap();
+            t.set_lock(&posix(node, n, true, 0, 99)).unwrap();
+            t.unlock(node, n, false, 10, 19).unwrap();
+            let oldest = n.saturating_sub(200 + 100 * (n / 500 % 3));
+            for old in oldest.saturating_sub(2).max(1)..oldest {
+                t.find(&id(old)).map(|old| t.forget(old, 2));
+            }
+            t.mark(0, n);
+        });
+    }
 }
 
 /// Other processes may write anything into the memory.
