@@ -240,8 +240,8 @@ impl Dir {
     }
 
     pub(super) fn release(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<Answer, Errno> {
-        self.unlock_handle(call, arg)?;
         self.handles.remove(call.annex.handle.fh);
+        self.unlock_handle(call, arg)?;
         Ok(Answer::Empty)
     }
 

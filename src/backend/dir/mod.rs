@@ -90,7 +90,7 @@ impl Default for DirOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     /// It cannot be opened.
-    #[error("cannot open source directory {path}: {error}; create it or name another one")]
+    #[error("cannot open source directory {path}: {error}; check that it exists and may be read")]
     Open {
         /// The source.
         path: PathBuf,
@@ -255,6 +255,10 @@ impl Dir {
             // The kernel in front allowed O_DIRECT; a store without it serves from its cache.
             Err(rustix::io::Errno::INVAL) if flags & libc::O_DIRECT != 0 => {
                 Ok(open(flags & !libc::O_DIRECT)?)
+            }
+            Err(rustix::io::Errno::MFILE) => {
+                self.nodes.clear();
+                Ok(open(flags)?)
             }
             fd => Ok(fd?),
         }

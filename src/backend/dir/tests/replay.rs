@@ -382,7 +382,7 @@ fn a_mode_that_forbids_reading_does_not_cost_a_handle() {
         let dir = world.generation();
         let file = world.lookup(&dir, 1, "file");
         let fh = world.open(&dir, file, libc::O_RDONLY);
-        fs::set_permissions(world.path("file"), fs::Permissions::from_mode(0)).unwrap();
+        fs::set_permissions(world.path("file"), fs::Permissions::from_mode(0o000)).unwrap();
         drop(dir);
         assert_eq!(
             world.read(&world.generation(), file, fh).unwrap(),
