@@ -186,6 +186,53 @@ fn only_the_last_name_of_a_file_sends_it_to_the_vault() {
 }
 
 #[test]
+fn two_unlinks_at_once_do_not_both_leave_the_last_name_to_the_other() {
+    let world = World::new(Path::new("/dev/shm"), false);
+    let dir = world.generation();
+    let root = NodeRef {
+        nodeid: 1,
+        identity: dir.root(),
+        ..Default::default()
+    };
+    let remove = |index: u32, name: &str| {
+        let slot = world.region.slot(SlotIndex::new(index).unwrap());
+        let header = InHeader {
+            len: (size_of::<InHeader>() + name.len() + 1) as u32,
+            opcode: Opcode::Unlink as u32,
+            nodeid: 1,
+            ..Default::default()
+        };
+        let bytes = [header.as_bytes(), &z(name)].concat();
+        slot.set_annex(
+            &Annex {
+                node: root,
+                ..Default::default()
+            },
+            &[],
+        );
+        (slot, bytes)
+    };
+    for _ in 0..100 {
+        fs::write(world.path("a"), "").unwrap();
+        fs::hard_link(world.path("a"), world.path("b")).unwrap();
+        let file = world.lookup(&dir, 1, "a");
+        let start = std::sync::Barrier::new(2);
+        let (dir, vault, start) = (&dir, &world.vault, &start);
+        std::thread::scope(|scope| {
+            for (slot, bytes) in [remove(1, "a"), remove(2, "b")] {
+                scope.spawn(move || {
+                    let call = Call::new(Request::decode(&bytes).unwrap(), slot, vault);
+                    let journal = dir.prepare(&call).unwrap();
+                    start.wait();
+                    dir.execute(&call, Attempt::First(&journal)).unwrap();
+                });
+            }
+        });
+        assert!(kept(&world, world.nodes.borrow()[&file].id));
+    }
+}
+
+#[test]
 fn a_removal_that_fails_keeps_nothing() {
     on_every_store(|world| {
         fs::create_dir_all(world.path("dir/full")).unwrap();
