@@ -861,7 +861,7 @@ impl Core {
         if self.apply_in_outage(io, held, request, false) {
             return true;
         }
-        if let Some(reply) = self.from_memory(request) {
+        if let Some(reply) = self.remembered(request) {
             self.counters.early_answers += 1;
             io.send(&reply);
             return true;
@@ -930,7 +930,7 @@ impl Core {
     }
 
     /// An answer from the last known values: the root's attributes, the file system's numbers.
-    fn from_memory(&self, request: &Request<'_>) -> Option<Vec<u8>> {
+    fn remembered(&self, request: &Request<'_>) -> Option<Vec<u8>> {
         use zerocopy::IntoBytes;
         let unique = request.header.unique;
         let is_root = request.header.nodeid == ROOT_ID;
@@ -1051,7 +1051,7 @@ impl Core {
             return false;
         }
         if age >= ROOT_PATIENCE
-            && let Some(reply) = self.from_memory(request)
+            && let Some(reply) = self.remembered(request)
         {
             self.counters.early_answers += 1;
             io.send(&reply);

@@ -246,7 +246,7 @@ impl Mount {
             eprintln!("kept {}", dir.keep().display());
             return;
         }
-        for pid in backend {
+        if let Some(pid) = backend {
             assert!(
                 until(Duration::from_secs(5), || !Path::new(&format!(
                     "/proc/{pid}/exe"
@@ -291,7 +291,7 @@ pub fn within<T: Send + 'static>(
         Ok(value) => value,
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
         Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-            std::panic::resume_unwind(thread.join().err().expect("it panicked"))
+            std::panic::resume_unwind(thread.join().expect_err("it panicked"))
         }
     }
 }

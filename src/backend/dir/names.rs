@@ -380,7 +380,8 @@ impl Dir {
         })
     }
 
-    /// Takes a needless deposit back: the victim kept its name.
+    /// Takes a needless deposit back: the victim kept its name. Where objects are found by path it
+    /// may have been deposited before, under another name that went, and stays.
     fn settle_victim(
         &self,
         call: &Call<'_>,
