@@ -4,8 +4,8 @@
 //! named by `EVERMOUNT_FAULTS` holds orders, files named `PLACE@OPCODE` or `PLACE@OPCODE@NAME` (NAME
 //! is the request's name, so that an order meets one request only). The first word of the file says
 //! what happens: `kill` (SIGKILL), `abort` (SIGABRT, dying of its own doing), `hang` (until killed).
-//! An order is carried out once, since whoever carries it out removes the file first; with the second
-//! word `always` the file stays.
+//! An order is carried out once, since whoever carries it out removes the file first; a second word
+//! says how often (`kill 2`), or `always`.
 
 use crate::wire::Request;
 
@@ -36,15 +36,40 @@ impl Place {
 #[inline]
 pub fn point(_place: Place, _request: &Request<'_>) {}
 
-/// Carries out an order for this place and request, if there is one.
+/// The directory with the orders.
 #[cfg(feature = "fault-points")]
-pub fn point(place: Place, request: &Request<'_>) {
+fn orders() -> Option<&'static std::path::Path> {
     use std::path::PathBuf;
     use std::sync::OnceLock;
     static ORDERS: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let Some(orders) =
-        ORDERS.get_or_init(|| std::env::var_os("EVERMOUNT_FAULTS").map(PathBuf::from))
-    else {
+    ORDERS
+        .get_or_init(|| std::env::var_os("EVERMOUNT_FAULTS").map(PathBuf::from))
+        .as_deref()
+}
+
+/// Before a backend opens its store: an order `start` keeps it from starting as long as it is there,
+/// an order `start-fails` is the reason of a failure.
+#[cfg(not(feature = "fault-points"))]
+#[inline]
+pub fn start() -> Option<String> {
+    None
+}
+
+/// Before a backend opens its store: an order `start` keeps it from starting as long as it is there,
+/// an order `start-fails` is the reason of a failure.
+#[cfg(feature = "fault-points")]
+pub fn start() -> Option<String> {
+    let orders = orders()?;
+    while orders.join("start").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    std::fs::read_to_string(orders.join("start-fails")).ok()
+}
+
+/// Carries out an order for this place and request, if there is one.
+#[cfg(feature = "fault-points")]
+pub fn point(place: Place, request: &Request<'_>) {
+    let Some(orders) = orders() else {
         return;
     };
     let general = format!("{}@{}", place.name(), request.opcode);
@@ -59,8 +84,13 @@ pub fn point(place: Place, request: &Request<'_>) {
         };
         let mut words = text.split_whitespace();
         let action = words.next().unwrap_or("kill");
-        if words.next() != Some("always") && std::fs::remove_file(&order).is_err() {
-            continue; // another thread was faster
+        match words.next().map(|count| (count, count.parse::<u32>())) {
+            Some(("always", _)) => {}
+            Some((_, Ok(count))) if count > 1 => {
+                let _ = std::fs::write(&order, format!("{action} {}", count - 1));
+            }
+            _ if std::fs::remove_file(&order).is_err() => continue, // another thread was faster
+            _ => {}
         }
         match action {
             "abort" => std::process::abort(),

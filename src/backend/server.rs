@@ -53,6 +53,9 @@ pub enum ServeError {
     /// The store could not be opened.
     #[error(transparent)]
     Dir(#[from] super::dir::DirError),
+    /// A test wanted it so ([`fault`]).
+    #[error("{0}")]
+    Ordered(String),
     /// A thread could not be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[source] std::io::Error),
@@ -136,6 +139,9 @@ fn start(
     source: &Source,
     options: &BackendOptions,
 ) -> Result<(), ServeError> {
+    if let Some(reason) = fault::start() {
+        return Err(ServeError::Ordered(reason));
+    }
     let Source::Dir(path) = source;
     let _ = options;
     let backend = Dir::open(path, DirOptions::default(), &*vault)?;

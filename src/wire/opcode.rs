@@ -22,7 +22,7 @@ macro_rules! opcodes {
                 }
             }
 
-            /// The kernel's name without `FUSE_`, in upper case (`"MKDIR"`).
+            /// The kernel's name without `FUSE_` and underscores (`"MKDIR"`, `"COPYFILERANGE"`).
             pub fn name(self) -> String {
                 match self { $(Opcode::$name => stringify!($name)),* }.to_ascii_uppercase()
             }

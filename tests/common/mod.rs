@@ -1,0 +1,376 @@
+//! A real mount for a test: made by the `evermount` program, ended and checked when the test is over.
+
+#![allow(dead_code)] // each test file uses a part of it
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use evermount::control::{Command as Ask, CommandAnswer, Conn, Status};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+/// The program under test.
+pub const EVERMOUNT: &str = env!("CARGO_BIN_EXE_evermount");
+/// Nothing a test waits for takes this long, even on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A mount of a temporary directory.
+pub struct Mount {
+    dir: Option<TempDir>,
+    /// What is mounted.
+    pub source: PathBuf,
+    /// Where.
+    pub point: PathBuf,
+    faults: PathBuf,
+    runtime: PathBuf,
+    log: PathBuf,
+    pub frontend: u32,
+    socket: PathBuf,
+}
+
+/// How to make a mount.
+pub struct Options<'a> {
+    /// Directory on the file system that is to hold the source; the default is the temporary one.
+    pub on: Option<&'a Path>,
+    /// Further arguments of `evermount mount`.
+    pub args: &'a [&'a str],
+}
+
+impl Mount {
+    /// A mount with default options.
+    pub fn new() -> Mount {
+        Mount::with(&Options {
+            on: None,
+            args: &[],
+        })
+    }
+
+    /// A mount with these arguments of `evermount mount`.
+    pub fn with_args(args: &[&str]) -> Mount {
+        Mount::with(&Options { on: None, args })
+    }
+
+    /// A mount.
+    pub fn with(options: &Options<'_>) -> Mount {
+        let dir = TempDir::with_prefix("evermount-test-").unwrap();
+        // Other users must be able to walk through.
+        open_to_all(dir.path());
+        let path = |name: &str| {
+            let path = dir.path().join(name);
+            fs::create_dir(&path).unwrap();
+            open_to_all(&path);
+            path
+        };
+        let (point, faults) = (path("mnt"), path("faults"));
+        let runtime = dir.path().join("run");
+        let source = match options.on {
+            None => path("src"),
+            Some(on) => {
+                let source = on.join("src");
+                fs::create_dir_all(&source).unwrap();
+                open_to_all(&source);
+                source
+            }
+        };
+        let log = dir.path().join("log");
+        let output = Command::new(EVERMOUNT)
+            .arg("mount")
+            .arg(format!("dir:{}", source.display()))
+            .arg(&point)
+            .args(options.args)
+            .arg("--log")
+            .arg(&log)
+            .env("EVERMOUNT_FAULTS", &faults)
+            .env("EVERMOUNT_RUNTIME_DIR", &runtime)
+            .output()
+            .unwrap();
+        let log_text = fs::read_to_string(&log).unwrap_or_default();
+        assert!(
+            output.status.success(),
+            "mount failed: {}\n{log_text}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let socket = fs::read_dir(&runtime)
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .find(|p| p.extension().is_some_and(|e| e == "sock"))
+            .expect("the front-end has no socket");
+        let mut mount = Mount {
+            dir: Some(dir),
+            source,
+            point,
+            faults,
+            runtime,
+            log,
+            frontend: 0,
+            socket,
+        };
+        mount.frontend = mount.status().frontend_pid;
+        mount
+    }
+
+    /// A path on the mount.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.point.join(name)
+    }
+
+    /// The same path in the source.
+    pub fn behind(&self, name: &str) -> PathBuf {
+        self.source.join(name)
+    }
+
+    /// The program with this mount's environment.
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(EVERMOUNT);
+        command
+            .args(args)
+            .env("EVERMOUNT_RUNTIME_DIR", &self.runtime);
+        command
+    }
+
+    /// What `evermount status` would say.
+    pub fn status(&self) -> Status {
+        self.try_status().expect("the front-end does not answer")
+    }
+
+    fn try_status(&self) -> Option<Status> {
+        let conn = Conn::connect(&self.socket).ok()?;
+        conn.set_timeout(Some(Duration::from_secs(10))).unwrap();
+        conn.send(&Ask::Status, &[]).ok()?;
+        match conn.recv::<CommandAnswer>().ok()?? {
+            (CommandAnswer::Status(status), _) => Some(*status),
+            (other, _) => panic!("unexpected answer {other:?}"),
+        }
+    }
+
+    /// Waits until the status is as wanted.
+    pub fn wait(&self, what: &str, wanted: impl Fn(&Status) -> bool) -> Status {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            if wanted(&status) {
+                return status;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "never {what}: {status:#?}\n{}",
+                self.log_text()
+            );
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// SIGKILLs the backend, if there is one just now.
+    pub fn kill_backend(&self) {
+        if let Some(pid) = self.status().backend_pid {
+            let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
+        }
+    }
+
+    /// SIGKILLs the backend and waits for its successor.
+    pub fn replace_backend(&self) {
+        let before = self.wait("serving", |s| s.outage_ms.is_none());
+        let pid = before.backend_pid.unwrap();
+        kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+        self.wait("taken over", |s| {
+            s.generation > before.generation && s.outage_ms.is_none()
+        });
+    }
+
+    /// Keeps every backend from starting until [`Mount::end_outage`], and kills the present one.
+    pub fn begin_outage(&self) {
+        self.order("start", "");
+        self.kill_backend();
+        self.wait("in outage", |s| s.outage_ms.is_some());
+    }
+
+    /// Lets backends start again.
+    pub fn end_outage(&self) {
+        self.cancel("start");
+        self.wait("serving again", |s| s.outage_ms.is_none());
+    }
+
+    /// Places an order for a fault point; see `backend::fault`.
+    pub fn order(&self, order: &str, action: &str) {
+        let draft = self.faults.join(".draft");
+        fs::write(&draft, action).unwrap();
+        fs::rename(draft, self.faults.join(order)).unwrap();
+    }
+
+    /// Withdraws an order.
+    pub fn cancel(&self, order: &str) {
+        let _ = fs::remove_file(self.faults.join(order));
+    }
+
+    /// The order was carried out.
+    pub fn carried_out(&self, order: &str) -> bool {
+        !self.faults.join(order).exists()
+    }
+
+    /// What the front-end and its backends logged.
+    pub fn log_text(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Unmounts and checks that nothing is left.
+    pub fn end(mut self) {
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        let Some(dir) = self.dir.take() else { return };
+        let frontend = self.frontend;
+        let backend = self.try_status().and_then(|s| s.backend_pid);
+        let umount = Command::new("umount").arg("-l").arg(&self.point).output();
+        let gone = until(Duration::from_secs(10), || {
+            !Path::new(&format!("/proc/{frontend}/exe")).exists()
+        });
+        if !gone || std::thread::panicking() {
+            let log = self.log_text();
+            let tail: Vec<&str> = log.lines().rev().take(20).collect();
+            eprintln!("umount: {umount:?}\n{}", tail.join("\n"));
+        }
+        if !gone {
+            let _ = kill(Pid::from_raw(frontend as i32), Signal::SIGKILL);
+            assert!(
+                std::thread::panicking(),
+                "the front-end is still there after the unmount"
+            );
+        }
+        if std::thread::panicking() {
+            // The evidence stays.
+            eprintln!("kept {}", dir.keep().display());
+            return;
+        }
+        for pid in backend {
+            assert!(
+                until(Duration::from_secs(5), || !Path::new(&format!(
+                    "/proc/{pid}/exe"
+                ))
+                .exists()),
+                "backend {pid} is still there after the unmount"
+            );
+        }
+        assert!(!self.socket.exists(), "the socket is still there");
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Polls until it is true. False after the limit.
+pub fn until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + limit;
+    while !done() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    true
+}
+
+/// Runs `work` in a thread and panics if it is not done in time: a hang is a failure, not a wait.
+pub fn within<T: Send + 'static>(
+    limit: Duration,
+    what: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let _ = sender.send(work());
+    });
+    match receiver.recv_timeout(limit) {
+        Ok(value) => value,
+        Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
+        Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+            std::panic::resume_unwind(thread.join().err().expect("it panicked"))
+        }
+    }
+}
+
+/// Mode 0777, so that tests may act as another user.
+pub fn open_to_all(path: &Path) {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
+}
+
+/// The errno of a failed operation.
+pub fn errno<T>(result: io::Result<T>) -> Option<i32> {
+    result.err().and_then(|e| e.raw_os_error())
+}
+
+/// A file system in a file, mounted for the time of a test.
+pub struct LoopFs {
+    dir: TempDir,
+}
+
+impl LoopFs {
+    /// Makes and mounts one: `ext4`, `xfs`, `tmpfs` or `overlay`.
+    pub fn new(kind: &str) -> LoopFs {
+        let dir = TempDir::with_prefix("evermount-store-").unwrap();
+        let at = dir.path().join("fs");
+        fs::create_dir(&at).unwrap();
+        open_to_all(dir.path());
+        let run = |program: &str, args: &[&str]| {
+            let output = Command::new(program).args(args).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "{program} {args:?}: {text}");
+        };
+        let target = at.to_str().unwrap().to_owned();
+        match kind {
+            "tmpfs" => run("mount", &["-t", "tmpfs", "tmpfs", &target]),
+            "overlay" => {
+                let layer = |name: &str| {
+                    let path = dir.path().join(name);
+                    fs::create_dir(&path).unwrap();
+                    path.to_str().unwrap().to_owned()
+                };
+                let tmp = layer("layers");
+                run("mount", &["-t", "tmpfs", "tmpfs", &tmp]);
+                for name in ["lower", "upper", "work"] {
+                    fs::create_dir(Path::new(&tmp).join(name)).unwrap();
+                }
+                let options =
+                    format!("lowerdir={tmp}/lower,upperdir={tmp}/upper,workdir={tmp}/work");
+                run(
+                    "mount",
+                    &["-t", "overlay", "overlay", "-o", &options, &target],
+                );
+            }
+            kind => {
+                let image = dir.path().join("image");
+                let file = fs::File::create(&image).unwrap();
+                file.set_len(512 << 20).unwrap();
+                let image = image.to_str().unwrap().to_owned();
+                run(&format!("mkfs.{kind}"), &["-q", &image]);
+                run("mount", &["-o", "loop", &image, &target]);
+            }
+        }
+        open_to_all(&at);
+        LoopFs { dir }
+    }
+
+    /// Its root.
+    pub fn path(&self) -> PathBuf {
+        self.dir.path().join("fs")
+    }
+}
+
+impl Drop for LoopFs {
+    fn drop(&mut self) {
+        for name in ["fs", "layers"] {
+            let _ = Command::new("umount")
+                .arg("-l")
+                .arg(self.dir.path().join(name))
+                .output();
+        }
+    }
+}
