@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
-use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, openat};
+use rustix::fs::{FallocateFlags, SeekFrom};
 use zerocopy::IntoBytes;
 
 use super::directory::Stream;
@@ -256,9 +256,7 @@ impl Dir {
     }
 
     pub(super) fn syncfs(&self) -> Result<Answer, Errno> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = openat(self.as_fd(), c".", flags, Mode::empty())?;
-        rustix::fs::syncfs(root)?;
+        rustix::fs::syncfs(&self.anchor)?;
         Ok(Answer::Empty)
     }
 

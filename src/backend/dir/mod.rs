@@ -41,7 +41,7 @@ mod xattr;
 use std::ffi::{CString, OsStr};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -131,6 +131,8 @@ pub enum DirError {
 pub struct Dir {
     /// `O_PATH`, of a mount of its own if this process may clone one.
     root: Arc<OwnedFd>,
+    /// The root as an open directory: `open_by_handle_at(2)` and `syncfs(2)` take no `O_PATH`.
+    anchor: OwnedFd,
     root_id: Identity,
     /// The mount of `root`: what lies on another one is not ours.
     mount_id: u64,
@@ -169,10 +171,12 @@ impl Dir {
             }
         };
         let from_errno = |e: Errno| broken(io::Error::from_raw_os_error(e.raw()));
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let anchor = openat(&root, c".", flags, Mode::empty()).map_err(|e| broken(e.into()))?;
         let naming = if options.always_walk {
-            Naming::paths(root.as_fd())
+            Naming::paths(anchor.as_fd())
         } else {
-            Naming::probe(root.as_fd())
+            Naming::probe(anchor.as_fd())
         };
         let naming = naming.map_err(broken)?;
         let proc = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -181,6 +185,7 @@ impl Dir {
             root_id: naming.identify(root.as_fd()).map_err(from_errno)?,
             mount_id: stat(&root).map_err(from_errno)?.stx_mnt_id,
             root: Arc::new(root),
+            anchor,
             naming,
             descriptors: descriptors.map_err(|e| DirError::Proc(e.into()))?,
             options,
@@ -391,12 +396,5 @@ impl Backend for Dir {
                 _ => Err(Errno::EOPNOTSUPP),
             },
         }
-    }
-}
-
-/// A borrowed root, for operations on the whole file system.
-impl AsFd for Dir {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.root.as_fd()
     }
 }
