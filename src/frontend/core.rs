@@ -383,6 +383,14 @@ impl Core {
             io.send(&error_reply(unique, Some(Errno::EINTR)));
             return;
         }
+        let waits = |o: &Outside| o.held.unique == unique && o.held.opcode == Opcode::Setlkw;
+        if let Some(at) = self.outside.iter().position(waits) {
+            if let Some(outside) = self.outside.remove(at) {
+                self.outside_bytes -= outside.bytes.len();
+            }
+            io.send(&error_reply(unique, Some(Errno::EINTR)));
+            return;
+        }
         let slots = self.slots.iter_mut().flatten().map(|s| &mut s.held);
         let outside = self.outside.iter_mut().map(|o| &mut o.held);
         if let Some(held) = slots.chain(outside).find(|h| h.unique == unique) {
@@ -596,11 +604,14 @@ impl Core {
             mut given,
             effects,
         } = settle::settle(&mut self.tables, &slot, &request);
+        if let Op::Release(release) = request.op {
+            self.vault.drop_locks_of(release.fh);
+        }
         self.apply(io, &effects);
         self.remember_root(&request, &slot);
         if reply == Reply::Waits {
-            if !answered && !self.wait_for_lock(&request, index) {
-                reply = Reply::Bytes(error_reply(request.header.unique, Some(Errno::EINTR)));
+            if !answered && let Err(errno) = self.wait_for_lock(&request, index) {
+                reply = Reply::Bytes(error_reply(request.header.unique, Some(errno)));
             }
         } else if reply == Reply::FromSlot {
             // The header is ours, whatever the backend wrote.
@@ -770,25 +781,23 @@ impl Core {
 
     // ---- locks -------------------------------------------------------------------------------
 
-    /// Puts a SETLKW that could not get its lock among the waiters. False if it was interrupted.
-    fn wait_for_lock(&mut self, request: &Request<'_>, index: SlotIndex) -> bool {
+    /// Puts a SETLKW that could not get its lock among the waiters, or says why not.
+    fn wait_for_lock(&mut self, request: &Request<'_>, index: SlotIndex) -> Result<(), Errno> {
         let Some(in_slot) = &self.slots[index.get() as usize] else {
-            return true;
+            return Ok(());
         };
         let mut held = in_slot.held.clone();
         if held.interrupted {
-            return false;
+            return Err(Errno::EINTR);
         }
-        let Some(lock) = lock_of(request) else {
-            return false;
-        };
+        let lock = lock_of(request).ok_or(Errno::EIO)?;
         let mut bytes = [0; WAITER_BYTES];
         bytes.copy_from_slice(&setlk_bytes(request));
         held.lock_tries += 1;
         if held.lock_tries == 1 && self.tables.conflict(&lock).is_none() {
             // Whoever had it unlocked it between the backend's attempt and now.
             self.push_outside(held, bytes.to_vec());
-            return true;
+            return Ok(());
         }
         let waiter = Waiter {
             unique: held.unique,
@@ -796,13 +805,12 @@ impl Core {
             sequence: held.sequence,
             request: bytes,
         };
-        if self.tables.add_waiter(lock.nodeid, &waiter).is_err() {
-            return false;
-        }
+        let added = self.tables.add_waiter(lock.nodeid, &waiter);
+        added.map_err(|_| Errno::ENOLCK)?;
         // If nobody of this mount has it, somebody outside of the mount does, who will not tell us.
         let retry_at = sys::monotonic_ns() + retry_delay(held.lock_tries);
         self.waiting.insert(held.unique, Waiting { held, retry_at });
-        true
+        Ok(())
     }
 
     /// Lets every waiter of a node try again whom no lock of this mount hinders any more.
@@ -870,7 +878,7 @@ impl Core {
         if self.apply_in_outage(io, held, request, false) {
             return true;
         }
-        if let Some(reply) = self.from_memory(request) {
+        if let Some(reply) = self.remembered(request) {
             self.counters.early_answers += 1;
             io.send(&reply);
             return true;
@@ -939,7 +947,7 @@ impl Core {
     }
 
     /// An answer from the last known values: the root's attributes, the file system's numbers.
-    fn from_memory(&self, request: &Request<'_>) -> Option<Vec<u8>> {
+    fn remembered(&self, request: &Request<'_>) -> Option<Vec<u8>> {
         use zerocopy::IntoBytes;
         let unique = request.header.unique;
         let is_root = request.header.nodeid == ROOT_ID;
@@ -1046,6 +1054,7 @@ impl Core {
                 in_slot.answered = true;
             }
         }
+        self.next_suspect(io);
         self.retry_waiters(io, now);
         self.start_outside(io);
     }
@@ -1064,7 +1073,7 @@ impl Core {
             return false;
         }
         if age >= ROOT_PATIENCE
-            && let Some(reply) = self.from_memory(request)
+            && let Some(reply) = self.remembered(request)
         {
             self.counters.early_answers += 1;
             io.send(&reply);
@@ -1244,7 +1253,7 @@ impl Core {
                 if self.slots[index.get() as usize].is_some() {
                     return;
                 }
-                // Answered at once, as its node is gone: nobody will hand it back.
+                // Its node is gone, and so it was answered.
                 self.quarantine.pop_front();
                 continue;
             }

@@ -294,7 +294,7 @@ pub fn within<T: Send + 'static>(
         Ok(value) => value,
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
         Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-            std::panic::resume_unwind(thread.join().err().expect("it panicked"))
+            std::panic::resume_unwind(thread.join().expect_err("it panicked"))
         }
     }
 }

@@ -90,7 +90,7 @@ impl Default for DirOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     /// It cannot be opened.
-    #[error("cannot open source directory {path}: {error}; create it or name another one")]
+    #[error("cannot open source directory {path}: {error}; check that it exists and may be read")]
     Open {
         /// The source.
         path: PathBuf,
@@ -256,6 +256,10 @@ impl Dir {
             Err(rustix::io::Errno::INVAL) if flags & libc::O_DIRECT != 0 => {
                 Ok(open(flags & !libc::O_DIRECT)?)
             }
+            Err(rustix::io::Errno::MFILE) => {
+                self.nodes.clear();
+                Ok(open(flags)?)
+            }
             fd => Ok(fd?),
         }
     }
@@ -278,9 +282,6 @@ fn first_open(source: &Path, vault: &dyn Vault) -> Result<OwnedFd, DirError> {
     // Without the privilege, or in a mount namespace that forbids it, mounts below the source are
     // refused one by one instead (`look`, `walk`).
     let root = sys::clone_tree(root.as_fd()).unwrap_or(root);
-    // open_by_handle_at(2) takes no O_PATH descriptor.
-    let readable = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = openat(&root, c".", readable, Mode::empty()).unwrap_or(root);
     match vault.deposit(VaultKey::Root, root.as_fd()) {
         Ok(()) => Ok(root),
         Err(error) => Err(DirError::Vault {

@@ -173,7 +173,7 @@ impl World {
 
     pub(super) fn at(temp: TempDir, source: PathBuf, always_walk: bool) -> World {
         World {
-            region: Region::create(0).unwrap(),
+            region: Region::create().unwrap(),
             vault: LocalVault::default(),
             source: RefCell::new(source),
             options: DirOptions {

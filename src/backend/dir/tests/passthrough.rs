@@ -475,3 +475,73 @@ fn an_overlay_is_served_by_walking_and_a_copy_up_keeps_the_identity() {
         }
     });
 }
+
+#[test]
+fn a_process_without_privileges_serves_what_is_its_own() {
+    use rustix::thread::{set_thread_res_gid, set_thread_res_uid};
+    use rustix::{process::Gid, process::Uid};
+    // Credentials are the thread's.
+    let thread = std::thread::spawn(|| {
+        let mut world = World::new(Path::new("/tmp"), false);
+        let source = world.path("");
+        std::os::unix::fs::chown(&source, Some(1000), Some(1000)).unwrap();
+        let open = fs::Permissions::from_mode(0o755);
+        fs::set_permissions(source.parent().unwrap(), open).unwrap();
+        let (uid, gid) = (Uid::from_raw(1000), Gid::from_raw(1000));
+        set_thread_res_gid(gid, gid, gid).unwrap();
+        set_thread_res_uid(uid, uid, Uid::ROOT).unwrap();
+
+        let first = world.generation();
+        assert!(first.needs_paths());
+        world.options.always_walk = true; // so that the annex carries paths
+        let masked = MkdirIn {
+            mode: 0o777,
+            umask: 0o077,
+        };
+        // A caller with another uid cannot be served as such.
+        let made = ask(Opcode::Mkdir, 1, masked, z("dir")).caller(1000, 1000);
+        let made = world.first(&first, &made).ok().attr();
+        assert_eq!((made.uid, made.mode & 0o777), (1000, 0o700));
+        let made = world.first(&first, &create("file", libc::O_RDWR)).ok();
+        let (file, fh) = (world.know(1, "file", made.id()), made.new_fh);
+        world.first(&first, &write(file, fh, 0, 0, b"content")).ok();
+        let arg = LinkIn { oldnodeid: file };
+        world
+            .first(&first, &ask(Opcode::Link, 1, arg, z("link")).second(file))
+            .ok();
+        drop(first);
+        let second = world.generation();
+        assert_eq!(world.read(&second, file, fh).unwrap(), b"content");
+        world.first(&second, &unlink("file")).ok();
+        world.vaulted(file);
+        assert_eq!(
+            world.read(&world.generation(), file, fh).unwrap(),
+            b"content"
+        );
+        world.died_after(&mkdir("again")).verified();
+        drop(second);
+        set_thread_res_uid(Uid::ROOT, Uid::ROOT, Uid::ROOT).unwrap();
+    });
+    thread.join().unwrap();
+}
+
+#[test]
+fn a_file_opened_for_direct_io_is_read_into_the_slot() {
+    on_every_store(|world| {
+        fs::write(world.path("file"), vec![7; 8192]).unwrap();
+        let dir = world.generation();
+        let file = world.lookup(&dir, 1, "file");
+        let fh = world.open(&dir, file, libc::O_RDWR | libc::O_DIRECT);
+        assert_eq!(world.read(&dir, file, fh).unwrap(), vec![7; 4096]);
+        let made = create("direct", libc::O_RDWR | libc::O_DIRECT);
+        let made = world.first(&dir, &made).ok();
+        let node = world.know(1, "direct", made.id());
+        world
+            .first(&dir, &write(node, made.new_fh, 0, 0, &[8; 4096]))
+            .ok();
+        assert_eq!(
+            world.read(&world.generation(), node, made.new_fh).unwrap(),
+            [8; 4096]
+        );
+    });
+}

@@ -343,6 +343,44 @@ fn an_append_is_repeated_at_the_offset_it_was_given() {
 }
 
 #[test]
+fn an_append_to_an_append_only_file_is_done_once() {
+    on_every_store(|world| {
+        fs::write(world.path("log"), "old").unwrap();
+        let chattr = |flag| {
+            let path = world.path("log");
+            let done = std::process::Command::new("chattr")
+                .arg(flag)
+                .arg(path)
+                .status();
+            assert!(done.unwrap().success());
+        };
+        chattr("+a");
+        let flags = libc::O_WRONLY | libc::O_APPEND;
+        let dir = world.generation();
+        let log = world.lookup(&dir, 1, "log");
+        let fh = world.open(&dir, log, flags);
+        let append = |data: &[u8]| write(log, fh, flags, 0, data);
+        world.died_after(&append(b"+one")).verified();
+        world.died_before(&append(b"+two")).reissued();
+        // Died in the middle of it.
+        world.first(&world.generation(), &append(b"+th")).ok();
+        let offset = world.slot().journal().offset;
+        world.put(&append(b"+three"));
+        assert_eq!((offset, world.slot().journal().offset), (11, 11));
+        let out: WriteOut = world.again(&world.generation()).reissued().data();
+        assert_eq!(out.size, 6);
+        let overwrite = OpenIn {
+            flags: libc::O_WRONLY as u32,
+            open_flags: 0,
+        };
+        let open = world.first(&world.generation(), &ask(Opcode::Open, log, overwrite, []));
+        assert_eq!(open.errno(), Errno::EPERM);
+        chattr("-a");
+        assert_eq!(fs::read(world.path("log")).unwrap(), b"old+one+two+three");
+    });
+}
+
+#[test]
 fn a_write_is_repeated_at_its_offset() {
     on_every_store(|world| {
         fs::write(world.path("file"), "0123456789").unwrap();
@@ -382,7 +420,7 @@ fn a_mode_that_forbids_reading_does_not_cost_a_handle() {
         let dir = world.generation();
         let file = world.lookup(&dir, 1, "file");
         let fh = world.open(&dir, file, libc::O_RDONLY);
-        fs::set_permissions(world.path("file"), fs::Permissions::from_mode(0)).unwrap();
+        fs::set_permissions(world.path("file"), fs::Permissions::from_mode(0o000)).unwrap();
         drop(dir);
         assert_eq!(
             world.read(&world.generation(), file, fh).unwrap(),
