@@ -6,55 +6,59 @@
 
 /// Bit of a signal set in `/proc/PID/status`: SIGKILL is signal 9.
 const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
-/// `PF_EXITING` of the kernel (`include/linux/sched.h`): the task is on its way out. It may still
-/// wait for its FLUSH.
-const PF_EXITING: u64 = 0x4;
+/// The parent of all kernel threads.
+const KTHREADD: &str = "2";
 
 /// The caller (`InHeader::pid`) will never see an answer: a SIGKILL is pending, it is exiting, or it
 /// is gone.
 ///
 /// The number is that of a *thread* in this process's pid namespace; 0 is a caller of another
 /// namespace, of which nothing can be known.
+///
+/// Reads `status` and nothing else of `/proc/PID`. `stat`, `cmdline`, `maps` and others wait for
+/// locks that a process holds over a request to this very mount: `execve(2)` closes descriptors,
+/// which sends FLUSH, with `exec_update_lock` held, and whoever reads `stat` meanwhile waits for
+/// that FLUSH to be answered.
 pub fn is_dying(pid: u32) -> bool {
     if pid == 0 {
         return false;
     }
     // /proc/TID works for threads that are not listed in /proc, too.
-    let file = |name| std::fs::read(format!("/proc/{pid}/{name}"));
-    match (file("status"), file("stat")) {
-        (Ok(status), Ok(stat)) => kill_is_pending(&status) || is_exiting(&stat),
-        // It ended between the calls, or before. Any other reason says nothing about it.
-        (Err(e), _) | (_, Err(e)) => {
-            e.kind() == std::io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH)
+    match std::fs::read(format!("/proc/{pid}/status")) {
+        Ok(status) => {
+            let status = String::from_utf8_lossy(&status);
+            kill_is_pending(&status) || is_exiting(&status)
         }
+        // It ended before, or meanwhile. Any other reason says nothing about it.
+        Err(e) => e.kind() == std::io::ErrorKind::NotFound || e.raw_os_error() == Some(libc::ESRCH),
     }
 }
 
-/// SIGKILL is in the set of the thread or of its process.
-fn kill_is_pending(status: &[u8]) -> bool {
+/// The value of a line of `/proc/PID/status`.
+fn value<'s>(status: &'s str, name: &str) -> Option<&'s str> {
     status
-        .split(|b| *b == b'\n')
-        .filter_map(|line| {
-            line.strip_prefix(b"SigPnd:")
-                .or_else(|| line.strip_prefix(b"ShdPnd:"))
-        })
-        .filter_map(|set| u64::from_str_radix(std::str::from_utf8(set).ok()?.trim(), 16).ok())
-        .any(|set| set & SIGKILL_BIT != 0)
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        .map(str::trim)
 }
 
-/// The seventh field after the name, which is in parentheses and may contain some itself.
-fn is_exiting(stat: &[u8]) -> bool {
-    let after_name = match stat.iter().rposition(|b| *b == b')') {
-        Some(end) => &stat[end + 1..],
-        None => return false,
+/// SIGKILL is in the set of the thread or of its process.
+fn kill_is_pending(status: &str) -> bool {
+    ["SigPnd", "ShdPnd"].iter().any(|name| {
+        let set = value(status, name).and_then(|set| u64::from_str_radix(set, 16).ok());
+        set.is_some_and(|set| set & SIGKILL_BIT != 0)
+    })
+}
+
+/// A task on its way out gives its memory up (`exit_mm`) before its files, whose FLUSH it may still
+/// wait for. Kernel threads never had any.
+fn is_exiting(status: &str) -> bool {
+    let kernel_thread = match value(status, "Kthread") {
+        Some(kernel_thread) => kernel_thread != "0",
+        None => value(status, "PPid") == Some(KTHREADD), // before Linux 6.9
     };
-    // state ppid pgrp session tty_nr tpgid flags
-    let flags = after_name
-        .split(|b| *b == b' ')
-        .filter(|f| !f.is_empty())
-        .nth(6)
-        .and_then(|f| std::str::from_utf8(f).ok()?.trim().parse::<u64>().ok());
-    flags.is_some_and(|flags| flags & PF_EXITING != 0)
+    // A status without signals is cut short, and says nothing.
+    !kernel_thread && value(status, "SigPnd").is_some() && value(status, "VmSize").is_none()
 }
 
 #[cfg(test)]
@@ -71,21 +75,24 @@ mod tests {
         };
         let none = "0000000000000000";
         let kill = "0000000000000100";
-        assert!(!kill_is_pending(status(none, none).as_bytes()));
-        assert!(kill_is_pending(status(kill, none).as_bytes()));
-        assert!(kill_is_pending(status(none, kill).as_bytes()));
-        assert!(!kill_is_pending(
-            status("00000000fffffeff", none).as_bytes()
-        ));
-        assert!(!kill_is_pending(b"SigPnd:\tnonsense\nShdPnd:"));
+        assert!(!kill_is_pending(&status(none, none)));
+        assert!(kill_is_pending(&status(kill, none)));
+        assert!(kill_is_pending(&status(none, kill)));
+        assert!(!kill_is_pending(&status("00000000fffffeff", none)));
+        assert!(!kill_is_pending("SigPnd:\tnonsense\nShdPnd:"));
     }
 
     #[test]
-    fn an_exiting_task_is_seen_whatever_its_name() {
-        assert!(is_exiting(b"7 (a) S 1 (b)) D 1 1 1 0 -1 4194308 0 0\n"));
-        assert!(!is_exiting(b"7 (a) S 1 (b)) D 1 1 1 0 -1 4194304 0 0\n"));
-        assert!(!is_exiting(b"7 (a"));
-        assert!(!is_exiting(b"7 (a) D 1"));
+    fn an_exiting_task_is_one_without_memory_that_is_no_kernel_thread() {
+        let signals = "SigPnd:\t0000000000000000\n";
+        let dying = |text: &str| is_exiting(&format!("{text}{signals}"));
+        assert!(dying("Name:\tx\nPPid:\t17\nKthread:\t0\n"));
+        assert!(dying("Name:\tx\nPPid:\t17\n"));
+        assert!(!dying("Name:\tx\nPPid:\t17\nKthread:\t0\nVmSize:\t 4 kB\n"));
+        assert!(!dying("Name:\tx\nPPid:\t2\nKthread:\t1\n"));
+        assert!(!dying("Name:\tx\nPPid:\t2\n"));
+        assert!(!is_exiting("Name:\tx\n"));
+        assert!(!is_dying(2), "kthreadd");
     }
 
     #[test]
