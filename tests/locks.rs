@@ -476,3 +476,102 @@ fn a_lock_taken_again_after_an_unlock_in_an_outage_is_kept() {
     }
     mount.end();
 }
+
+/// A death at every moment of every request that has to do with a lock.
+#[test]
+fn locks_are_taken_and_given_up_exactly_once_whenever_the_backend_dies() {
+    let moments = [
+        ("before-execution", "kill"),
+        ("before-reply", "kill"),
+        ("before-bookkeeping", "kill"),
+        ("before-execution", "kill 2"),
+        ("before-reply", "kill 2"),
+    ];
+    let mount = Mount::new();
+    let mut number = 0;
+    for kind in KINDS {
+        for (place, action) in moments {
+            // What meets the death, what the owner does, and whether it holds the lock afterwards.
+            let cases = [
+                ("SETLK", try_lock(kind), true),
+                // flock(2) unlocks with a request that may wait.
+                (
+                    if kind == "flock" { "SETLKW" } else { "SETLK" },
+                    unlock(kind),
+                    false,
+                ),
+                ("SETLKW", wait_lock(kind), true),
+                ("FLUSH", "close 0".to_owned(), false),
+                ("RELEASE", "close 0".to_owned(), false),
+            ];
+            for (opcode, command, holds) in cases {
+                let what = format!("{kind}, {command}, {action} {place}@{opcode}");
+                number += 1;
+                let path = file(&mount, &format!("{number}"));
+                let mut owner = Actor::on(&path);
+                let mut other = Actor::on(&path);
+                let mut behind = Actor::on(&mount.behind(&format!("{number}")));
+                if !holds {
+                    assert_eq!(owner.ask(&try_lock(kind)), "ok", "{what}");
+                }
+                let order = format!("{place}@{opcode}");
+                mount.order(&order, action);
+                assert_eq!(owner.ask(&command), "ok", "{what}");
+                // RELEASE is sent after close(2) returns.
+                assert!(
+                    common::until(PATIENCE, || mount.carried_out(&order)),
+                    "{what}: nobody died"
+                );
+                mount.wait("quiet", |s| s.outage_ms.is_none() && s.inflight == 0);
+                let expected = if holds { "EAGAIN" } else { "ok" };
+                let as_expected = || behind.ask(&try_lock(kind)) == expected;
+                assert!(
+                    common::until(PATIENCE, as_expected),
+                    "{what}: not {expected}"
+                );
+                assert_eq!(behind.ask(&unlock(kind)), "ok", "{what}");
+                assert_eq!(other.ask(&try_lock(kind)), expected, "{what}");
+                assert_eq!(other.ask(&unlock(kind)), "ok", "{what}");
+                mount.replace_backend();
+                assert_eq!(behind.ask(&try_lock(kind)), expected, "{what}");
+                assert_eq!(behind.ask(&unlock(kind)), "ok", "{what}");
+                drop(owner);
+                assert_eq!(other.ask(&wait_lock(kind)), "ok", "{what}");
+                drop(other);
+                mount.wait("without locks", |s| s.locks == 0);
+                assert_eq!(behind.ask(&try_lock(kind)), "ok", "{what}");
+            }
+        }
+    }
+    mount.end();
+}
+
+#[test]
+fn a_lock_attempt_that_fails_keeps_its_errno_and_leaves_nothing_whenever_the_backend_dies() {
+    let mount = Mount::new();
+    for kind in KINDS {
+        for place in ["before-execution", "before-reply", "before-bookkeeping"] {
+            let path = file(&mount, &format!("{kind}-{place}"));
+            let (mut owner, mut other) = (Actor::on(&path), Actor::on(&path));
+            assert_eq!(owner.ask(&try_lock(kind)), "ok");
+            for (opcode, command) in [("SETLK", try_lock(kind)), ("SETLKW", wait_lock(kind))] {
+                let order = format!("{place}@{opcode}");
+                mount.order(&order, "kill");
+                other.tell(&command);
+                assert!(common::until(PATIENCE, || mount.carried_out(&order)));
+                if opcode == "SETLK" {
+                    assert_eq!(other.answer(), "EAGAIN", "{kind}, {place}");
+                }
+            }
+            mount.wait("waiting", |s| s.waiters == 1);
+            mount.replace_backend();
+            // The owner dies; its lock goes to the waiter.
+            owner.kill();
+            assert_eq!(other.answer(), "ok", "{kind}, {place}");
+            let mut third = Actor::on(&path);
+            assert_eq!(third.ask(&try_lock(kind)), "EAGAIN", "{kind}, {place}");
+        }
+    }
+    mount.wait("without locks", |s| s.locks == 0 && s.waiters == 0);
+    mount.end();
+}

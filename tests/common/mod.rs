@@ -227,6 +227,7 @@ impl Mount {
         let Some(dir) = self.dir.take() else { return };
         let frontend = self.frontend;
         let backend = self.try_status().and_then(|s| s.backend_pid);
+        let mount_id = mount_id(&self.point);
         let umount = Command::new("umount").arg("-l").arg(&self.point).output();
         let gone = until(Duration::from_secs(10), || {
             !Path::new(&format!("/proc/{frontend}/exe")).exists()
@@ -237,10 +238,13 @@ impl Mount {
             eprintln!("umount: {umount:?}\n{}", tail.join("\n"));
         }
         if !gone {
-            eprintln!("{}", where_threads_wait(frontend));
+            let uses = who_uses(mount_id.as_deref(), &self.point);
+            eprintln!("{}{uses}", where_threads_wait(frontend));
             let _ = kill(Pid::from_raw(frontend as i32), Signal::SIGKILL);
+            // A mount namespace that somebody else on this machine made meanwhile has a copy of the
+            // mount, which lives on with it. That is not the front-end's doing.
             assert!(
-                std::thread::panicking(),
+                std::thread::panicking() || uses.contains(ELSEWHERE),
                 "the front-end is still there after the unmount"
             );
         }
@@ -386,4 +390,40 @@ fn where_threads_wait(pid: u32) -> String {
         let read = |name| fs::read_to_string(task.path().join(name)).unwrap_or_default();
         text + &format!("{} waits in {}\n", read("comm").trim(), read("wchan"))
     })
+}
+
+/// The number of the mount at a place.
+fn mount_id(point: &Path) -> Option<String> {
+    let text = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let mut lines = text.lines().map(|line| line.split(' '));
+    let mut found = lines.find(|line| line.clone().nth(4) == point.to_str())?;
+    found.next().map(str::to_owned)
+}
+
+const ELSEWHERE: &str = "has it mounted";
+
+/// The processes that keep a mount from ending, for the report of a failure.
+fn who_uses(id: Option<&str>, point: &Path) -> String {
+    let mut text = String::new();
+    for process in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let process = process.path();
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap_or_default();
+        let mut tell = |what: &str| {
+            // Not `cmdline`, which may wait for a lock held by a process that hangs.
+            let command = read(process.join("comm"));
+            text += &format!("{} {what}: {command}", process.display());
+        };
+        if read(process.join("mountinfo")).contains(&*point.to_string_lossy()) {
+            tell(ELSEWHERE);
+        }
+        let files = fs::read_dir(process.join("fdinfo"));
+        for file in files.into_iter().flatten().flatten() {
+            let info = read(file.path());
+            let line = info.lines().find_map(|l| l.strip_prefix("mnt_id:"));
+            if line.map(str::trim) == id {
+                tell("has a file open");
+            }
+        }
+    }
+    text
 }
