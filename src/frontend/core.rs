@@ -39,6 +39,9 @@ const POISON_DEATHS: u8 = 2;
 
 /// `df` and `stat` of the root return within a second, whatever the store does.
 const ROOT_PATIENCE: Duration = Duration::from_millis(500);
+/// What had been read before an outage that is an error (`--outage error`) may be carried out by the
+/// next generation if it comes at once.
+const ERROR_PATIENCE: Duration = Duration::from_secs(1);
 /// A caller is looked at when its request is this old, nanoseconds.
 const CALLER_PATIENCE: u64 = 200_000_000;
 
@@ -417,6 +420,19 @@ impl Core {
             && self.quarantine.is_empty()
             && !self.free_slots.is_empty()
             && self.free_chunks.len() >= chunks
+            && !self.is_held_back(request)
+    }
+
+    /// An unlock that was answered in an outage is still to be told to the store. Its owner may take
+    /// the lock again meanwhile, and the two must not be executed in the wrong order.
+    fn is_held_back(&self, request: &Request<'_>) -> bool {
+        let is_lock = |opcode| matches!(opcode, Opcode::Setlk | Opcode::Setlkw);
+        is_lock(request.opcode)
+            && self.slots.iter().flatten().any(|s| {
+                s.held.purpose == Purpose::Internal
+                    && is_lock(s.held.opcode)
+                    && s.held.nodeid == request.header.nodeid
+            })
     }
 
     /// Hands the request in `index` over for the first time.
@@ -514,7 +530,8 @@ impl Core {
                 if self.service != Service::Serving || self.free_slots.is_empty() {
                     return;
                 }
-                at += 1; // needs more chunks than there are; a smaller one may fit
+                // Needs more chunks than there are, where a smaller one may fit, or is held back.
+                at += 1;
                 continue;
             }
             let Some(Outside { held, bytes }) = self.outside.remove(at) else {
@@ -937,6 +954,11 @@ impl Core {
         match request.op {
             Op::Statfs => Some(data_reply(unique, None, self.statfs.as_deref()?)),
             Op::Getattr(_) if is_root => Some(data_reply(unique, None, self.root_attr?.as_bytes())),
+            // Asked instead of GETATTR by whoever wants the time of birth, too: `stat(1)`.
+            Op::Statx(_) if is_root => {
+                let out = statx_of(&self.root_attr?.attr);
+                Some(data_reply(unique, None, out.as_bytes()))
+            }
             Op::Access(_) if is_root => Some(error_reply(unique, None)),
             _ => None,
         }
@@ -1057,8 +1079,12 @@ impl Core {
             io.send(&reply);
             return true;
         }
-        if let (Service::Outage { since }, OutagePolicy::QueueFor(limit)) =
-            (self.service, self.policy)
+        let limit = match self.policy {
+            OutagePolicy::Queue => None,
+            OutagePolicy::QueueFor(limit) => Some(limit),
+            OutagePolicy::Error => Some(ERROR_PATIENCE),
+        };
+        if let (Service::Outage { since }, Some(limit)) = (self.service, limit)
             && now.saturating_sub(since) > limit.as_nanos() as u64
         {
             let reply = self.refusal(request, Errno::EIO);
@@ -1280,6 +1306,33 @@ pub fn deliver(io: &Io, delivery: &Delivery) -> bool {
                 }
             }
         }
+    }
+}
+
+/// The answer to a STATX, without the time of birth, which nobody remembers.
+fn statx_of(attr: &Attr) -> StatxOut {
+    let time = |sec: u64, nsec| SxTime {
+        sec: sec as i64,
+        nsec,
+        reserved: 0,
+    };
+    StatxOut {
+        stat: Statx {
+            mask: libc::STATX_BASIC_STATS,
+            blksize: attr.blksize,
+            nlink: attr.nlink,
+            uid: attr.uid,
+            gid: attr.gid,
+            mode: attr.mode as u16,
+            ino: attr.ino,
+            size: attr.size,
+            blocks: attr.blocks,
+            atime: time(attr.atime, attr.atimensec),
+            ctime: time(attr.ctime, attr.ctimensec),
+            mtime: time(attr.mtime, attr.mtimensec),
+            ..Statx::default()
+        },
+        ..StatxOut::default()
     }
 }
 
