@@ -90,7 +90,7 @@ fn a_handle_goes_on_when_its_file_is_not_its_users_any_more() {
     let mount = Mount::new();
     for uid in [0, USER] {
         let changes: [fn(&Path); 3] = [
-            |path| fs::set_permissions(path, fs::Permissions::from_mode(0)).unwrap(),
+            |path| fs::set_permissions(path, fs::Permissions::from_mode(0o0)).unwrap(),
             |path| chown(path, Some(4242), Some(4242)).unwrap(),
             |path| {
                 fs::set_permissions(path, fs::Permissions::from_mode(0o400)).unwrap();
@@ -136,7 +136,7 @@ fn a_file_created_without_permissions_for_its_creator_is_written_over_deaths() {
     let file = as_user(USER, move || {
         use std::os::unix::fs::OpenOptionsExt;
         let mut options = OpenOptions::new();
-        let options = options.read(true).write(true).create_new(true).mode(0);
+        let options = options.read(true).write(true).create_new(true).mode(0o0);
         Arc::new(options.open(path).unwrap())
     });
     for _ in 0..3 {
