@@ -60,7 +60,8 @@ const WRITERS: u32 = 4;
 fn sqlite(db: &Path, sql: &str) -> String {
     let output = Command::new("sqlite3")
         .arg(db)
-        .arg(format!(".timeout 60000\n{sql}"))
+        .args(["-cmd", ".timeout 60000"])
+        .arg(sql)
         .output()
         .unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
@@ -134,7 +135,10 @@ fn sqlite_loses_nothing(journal: &str) {
         );
         assert_eq!(found.lines().collect::<Vec<_>>(), expected);
     }
-    assert!(acknowledged.iter().all(|&rows| rows > 0), "a writer starved");
+    assert!(
+        acknowledged.iter().all(|&rows| rows > 0),
+        "a writer starved"
+    );
     mount.end();
 }
 
@@ -178,7 +182,9 @@ impl Cluster {
 
     /// A program of PostgreSQL as user postgres.
     fn program(&self, name: &str) -> Command {
-        let user = User::from_name("postgres").unwrap().expect("no user postgres");
+        let user = User::from_name("postgres")
+            .unwrap()
+            .expect("no user postgres");
         let (uid, gid): (Uid, Gid) = (user.uid, user.gid);
         let mut command = Command::new(format!("/usr/lib/postgresql/15/bin/{name}"));
         command
