@@ -99,6 +99,16 @@ pub fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     }
 }
 
+/// Closes every descriptor above the standard ones. Only for the very beginning of a process, when
+/// all of them were inherited and no value of this program owns one.
+pub fn close_inherited() {
+    // SAFETY: no pointers. Nothing in this process refers to a descriptor yet (see above). A kernel
+    // without close_range (before Linux 5.9) fails it, and could not mount either.
+    unsafe {
+        libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32);
+    }
+}
+
 /// Clones a mount without what is mounted below it (`open_tree(2)` with `OPEN_TREE_CLONE`), so that
 /// a walk from it never crosses into another file system. Needs CAP_SYS_ADMIN.
 pub fn clone_tree(root: BorrowedFd<'_>) -> io::Result<OwnedFd> {

@@ -243,7 +243,7 @@ const CASES: &[(&str, Case)] = &[
             prepare: nothing,
             act: |d| {
                 let mut options = OpenOptions::new();
-                options.write(true).create_new(true).mode(0);
+                options.write(true).create_new(true).mode(0o0);
                 let mut new = options.open(d.join("new")).unwrap();
                 new.write_all(b"text").unwrap();
             },

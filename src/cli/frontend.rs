@@ -29,6 +29,8 @@ pub enum Report {
 
 /// Runs the command.
 pub fn run(args: Args) -> anyhow::Result<()> {
+    // Before anything is opened: a caller's lock file or pipe must not live as long as the mount.
+    crate::sys::close_inherited();
     // A session of its own: no terminal's hang-up or Ctrl-C reaches it. Fails only in a process that
     // leads a group already, which is one started by hand.
     let _ = nix::unistd::setsid();

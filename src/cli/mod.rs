@@ -64,10 +64,23 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         // `evermount status --watch | head` is done when head is.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            let _ = writeln!(io::stderr(), "evermount: {e:#}");
+            let _ = writeln!(io::stderr(), "evermount: {}", describe(&e));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, without a cause that the error before it has told already.
+fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 /// Nobody reads the standard output any more.
@@ -113,6 +126,14 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let cause = std::io::Error::other("it is late");
+        let error = anyhow::Error::from(cause).context("no: it is late");
+        assert_eq!(describe(&error), "no: it is late");
+        assert_eq!(describe(&error.context("why")), "why: no: it is late");
     }
 
     #[test]

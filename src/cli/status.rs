@@ -86,7 +86,10 @@ fn all() -> anyhow::Result<Vec<Status>> {
         served.push(minor);
         all.push(ask(&conn).unwrap_or_else(|e| {
             let entry = mounts.iter().find(|m| m.minor == minor && m.is_evermount());
-            unanswered(entry, format!("the front-end does not answer: {e:#}"))
+            unanswered(
+                entry,
+                format!("the front-end does not answer: {}", super::describe(&e)),
+            )
         }));
     }
     let me = nix::unistd::geteuid().as_raw();

@@ -76,15 +76,10 @@ pub enum RuntimeError {
         fstype: String,
     },
     /// The mount is there and nobody answers for it here.
-    #[error(
-        "{}: no front-end answers for this mount at {} ({source}){hint}",
-        path.display(), socket.display()
-    )]
+    #[error("{}: no front-end answers for this mount: {source}{hint}", path.display())]
     FrontendGone {
         /// The path asked for.
         path: PathBuf,
-        /// Where it should listen.
-        socket: PathBuf,
         /// Why it was not reached.
         source: Box<ControlError>,
         /// What to do.
@@ -206,13 +201,12 @@ pub fn connect(mountpoint: &Path, entry: &MountEntry) -> Result<Conn, RuntimeErr
         let me = nix::unistd::geteuid().as_raw();
         let hint = match entry.owner() {
             Some(uid) if uid != me => format!("; the mount belongs to uid {uid}: ask as that user"),
-            _ => "; if it was mounted with another EVERMOUNT_RUNTIME_DIR, set that; if its \
-                  front-end was killed, unmount it with `evermount umount --lazy` and mount again"
+            _ => "; if its front-end was killed, unmount it with `evermount umount --lazy` and mount \
+                  again; if it was mounted with another EVERMOUNT_RUNTIME_DIR, set that"
                 .to_owned(),
         };
         RuntimeError::FrontendGone {
             path: mountpoint.to_owned(),
-            socket,
             source: Box::new(source),
             hint,
         }

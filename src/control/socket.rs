@@ -128,9 +128,9 @@ impl Conn {
                 source: errno.into(),
             }
         };
-        let socket = seqpacket().map_err(failed("create a socket for"))?;
-        let address = SocketAddrUnix::new(path).map_err(failed("use the path of"))?;
-        rustix::net::connect(&socket, &address).map_err(failed("connect to"))?;
+        let socket = seqpacket().map_err(failed("create a socket"))?;
+        let address = SocketAddrUnix::new(path).map_err(failed("use this path"))?;
+        rustix::net::connect(&socket, &address).map_err(failed("connect"))?;
         Ok(Conn(socket))
     }
 
@@ -289,9 +289,9 @@ impl Listener {
                 .recursive(true)
                 .mode(0o700)
                 .create(parent)
-                .map_err(|e| failed("create the directory of", e))?;
+                .map_err(|e| failed("create its directory", e))?;
         }
-        let address = SocketAddrUnix::new(path).map_err(|e| failed("use the path of", e.into()))?;
+        let address = SocketAddrUnix::new(path).map_err(|e| failed("use this path", e.into()))?;
         let socket = seqpacket().map_err(|e| failed("create", e.into()))?;
         match rustix::net::bind(&socket, &address) {
             Ok(()) => {}
@@ -306,7 +306,7 @@ impl Listener {
                         if source.kind() == io::ErrorKind::ConnectionRefused => {}
                     Err(error) => return Err(error),
                 }
-                std::fs::remove_file(path).map_err(|e| failed("replace the stale", e))?;
+                std::fs::remove_file(path).map_err(|e| failed("replace the stale one", e))?;
                 rustix::net::bind(&socket, &address).map_err(|e| failed("create", e.into()))?;
             }
             Err(errno) => return Err(failed("create", errno.into())),
@@ -317,8 +317,8 @@ impl Listener {
         };
         // The directory already keeps others out; this is for one somebody has opened up.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
-            .map_err(|e| failed("set the mode of", e))?;
-        rustix::net::listen(&listener.socket, 16).map_err(|e| failed("listen on", e.into()))?;
+            .map_err(|e| failed("set its mode", e))?;
+        rustix::net::listen(&listener.socket, 16).map_err(|e| failed("listen", e.into()))?;
         Ok(listener)
     }
 

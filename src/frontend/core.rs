@@ -39,6 +39,9 @@ const POISON_DEATHS: u8 = 2;
 
 /// `df` and `stat` of the root return within a second, whatever the store does.
 const ROOT_PATIENCE: Duration = Duration::from_millis(500);
+/// What had been read before an outage that is an error (`--outage error`) may be carried out by the
+/// next generation if it comes at once.
+const ERROR_PATIENCE: Duration = Duration::from_secs(1);
 /// A caller is looked at when its request is this old, nanoseconds.
 const CALLER_PATIENCE: u64 = 200_000_000;
 
@@ -380,6 +383,14 @@ impl Core {
             io.send(&error_reply(unique, Some(Errno::EINTR)));
             return;
         }
+        let waits = |o: &Outside| o.held.unique == unique && o.held.opcode == Opcode::Setlkw;
+        if let Some(at) = self.outside.iter().position(waits) {
+            if let Some(outside) = self.outside.remove(at) {
+                self.outside_bytes -= outside.bytes.len();
+            }
+            io.send(&error_reply(unique, Some(Errno::EINTR)));
+            return;
+        }
         let slots = self.slots.iter_mut().flatten().map(|s| &mut s.held);
         let outside = self.outside.iter_mut().map(|o| &mut o.held);
         if let Some(held) = slots.chain(outside).find(|h| h.unique == unique) {
@@ -409,6 +420,19 @@ impl Core {
             && self.quarantine.is_empty()
             && !self.free_slots.is_empty()
             && self.free_chunks.len() >= chunks
+            && !self.is_held_back(request)
+    }
+
+    /// An unlock that was answered in an outage is still to be told to the store. Its owner may take
+    /// the lock again meanwhile, and the two must not be executed in the wrong order.
+    fn is_held_back(&self, request: &Request<'_>) -> bool {
+        let is_lock = |opcode| matches!(opcode, Opcode::Setlk | Opcode::Setlkw);
+        is_lock(request.opcode)
+            && self.slots.iter().flatten().any(|s| {
+                s.held.purpose == Purpose::Internal
+                    && is_lock(s.held.opcode)
+                    && s.held.nodeid == request.header.nodeid
+            })
     }
 
     /// Hands the request in `index` over for the first time.
@@ -506,7 +530,8 @@ impl Core {
                 if self.service != Service::Serving || self.free_slots.is_empty() {
                     return;
                 }
-                at += 1; // needs more chunks than there are; a smaller one may fit
+                // Needs more chunks than there are, where a smaller one may fit, or is held back.
+                at += 1;
                 continue;
             }
             let Some(Outside { held, bytes }) = self.outside.remove(at) else {
@@ -579,11 +604,14 @@ impl Core {
             mut given,
             effects,
         } = settle::settle(&mut self.tables, &slot, &request);
+        if let Op::Release(release) = request.op {
+            self.vault.drop_locks_of(release.fh);
+        }
         self.apply(io, &effects);
         self.remember_root(&request, &slot);
         if reply == Reply::Waits {
-            if !answered && !self.wait_for_lock(&request, index) {
-                reply = Reply::Bytes(error_reply(request.header.unique, Some(Errno::EINTR)));
+            if !answered && let Err(errno) = self.wait_for_lock(&request, index) {
+                reply = Reply::Bytes(error_reply(request.header.unique, Some(errno)));
             }
         } else if reply == Reply::FromSlot {
             // The header is ours, whatever the backend wrote.
@@ -753,25 +781,23 @@ impl Core {
 
     // ---- locks -------------------------------------------------------------------------------
 
-    /// Puts a SETLKW that could not get its lock among the waiters. False if it was interrupted.
-    fn wait_for_lock(&mut self, request: &Request<'_>, index: SlotIndex) -> bool {
+    /// Puts a SETLKW that could not get its lock among the waiters, or says why not.
+    fn wait_for_lock(&mut self, request: &Request<'_>, index: SlotIndex) -> Result<(), Errno> {
         let Some(in_slot) = &self.slots[index.get() as usize] else {
-            return true;
+            return Ok(());
         };
         let mut held = in_slot.held.clone();
         if held.interrupted {
-            return false;
+            return Err(Errno::EINTR);
         }
-        let Some(lock) = lock_of(request) else {
-            return false;
-        };
+        let lock = lock_of(request).ok_or(Errno::EIO)?;
         let mut bytes = [0; WAITER_BYTES];
         bytes.copy_from_slice(&setlk_bytes(request));
         held.lock_tries += 1;
         if held.lock_tries == 1 && self.tables.conflict(&lock).is_none() {
             // Whoever had it unlocked it between the backend's attempt and now.
             self.push_outside(held, bytes.to_vec());
-            return true;
+            return Ok(());
         }
         let waiter = Waiter {
             unique: held.unique,
@@ -779,13 +805,12 @@ impl Core {
             sequence: held.sequence,
             request: bytes,
         };
-        if self.tables.add_waiter(lock.nodeid, &waiter).is_err() {
-            return false;
-        }
+        let added = self.tables.add_waiter(lock.nodeid, &waiter);
+        added.map_err(|_| Errno::ENOLCK)?;
         // If nobody of this mount has it, somebody outside of the mount does, who will not tell us.
         let retry_at = sys::monotonic_ns() + retry_delay(held.lock_tries);
         self.waiting.insert(held.unique, Waiting { held, retry_at });
-        true
+        Ok(())
     }
 
     /// Lets every waiter of a node try again whom no lock of this mount hinders any more.
@@ -853,7 +878,7 @@ impl Core {
         if self.apply_in_outage(io, held, request, false) {
             return true;
         }
-        if let Some(reply) = self.from_memory(request) {
+        if let Some(reply) = self.remembered(request) {
             self.counters.early_answers += 1;
             io.send(&reply);
             return true;
@@ -922,13 +947,18 @@ impl Core {
     }
 
     /// An answer from the last known values: the root's attributes, the file system's numbers.
-    fn from_memory(&self, request: &Request<'_>) -> Option<Vec<u8>> {
+    fn remembered(&self, request: &Request<'_>) -> Option<Vec<u8>> {
         use zerocopy::IntoBytes;
         let unique = request.header.unique;
         let is_root = request.header.nodeid == ROOT_ID;
         match request.op {
             Op::Statfs => Some(data_reply(unique, None, self.statfs.as_deref()?)),
             Op::Getattr(_) if is_root => Some(data_reply(unique, None, self.root_attr?.as_bytes())),
+            // Asked instead of GETATTR by whoever wants the time of birth, too: `stat(1)`.
+            Op::Statx(_) if is_root => {
+                let out = statx_of(&self.root_attr?.attr);
+                Some(data_reply(unique, None, out.as_bytes()))
+            }
             Op::Access(_) if is_root => Some(error_reply(unique, None)),
             _ => None,
         }
@@ -1024,6 +1054,7 @@ impl Core {
                 in_slot.answered = true;
             }
         }
+        self.next_suspect(io);
         self.retry_waiters(io, now);
         self.start_outside(io);
     }
@@ -1042,14 +1073,18 @@ impl Core {
             return false;
         }
         if age >= ROOT_PATIENCE
-            && let Some(reply) = self.from_memory(request)
+            && let Some(reply) = self.remembered(request)
         {
             self.counters.early_answers += 1;
             io.send(&reply);
             return true;
         }
-        if let (Service::Outage { since }, OutagePolicy::QueueFor(limit)) =
-            (self.service, self.policy)
+        let limit = match self.policy {
+            OutagePolicy::Queue => None,
+            OutagePolicy::QueueFor(limit) => Some(limit),
+            OutagePolicy::Error => Some(ERROR_PATIENCE),
+        };
+        if let (Service::Outage { since }, Some(limit)) = (self.service, limit)
             && now.saturating_sub(since) > limit.as_nanos() as u64
         {
             let reply = self.refusal(request, Errno::EIO);
@@ -1214,7 +1249,13 @@ impl Core {
                 continue;
             };
             if held.deaths_alone < POISON_DEATHS {
-                return self.hand_over(io, index, &request);
+                self.hand_over(io, index, &request);
+                if self.slots[index.get() as usize].is_some() {
+                    return;
+                }
+                // Its node is gone, and so it was answered.
+                self.quarantine.pop_front();
+                continue;
             }
             tracing::error!(
                 "{} of process {} killed {} backends: answered EIO",
@@ -1265,6 +1306,33 @@ pub fn deliver(io: &Io, delivery: &Delivery) -> bool {
                 }
             }
         }
+    }
+}
+
+/// The answer to a STATX, without the time of birth, which nobody remembers.
+fn statx_of(attr: &Attr) -> StatxOut {
+    let time = |sec: u64, nsec| SxTime {
+        sec: sec as i64,
+        nsec,
+        reserved: 0,
+    };
+    StatxOut {
+        stat: Statx {
+            mask: libc::STATX_BASIC_STATS,
+            blksize: attr.blksize,
+            nlink: attr.nlink,
+            uid: attr.uid,
+            gid: attr.gid,
+            mode: attr.mode as u16,
+            ino: attr.ino,
+            size: attr.size,
+            blocks: attr.blocks,
+            atime: time(attr.atime, attr.atimensec),
+            ctime: time(attr.ctime, attr.ctimensec),
+            mtime: time(attr.mtime, attr.mtimensec),
+            ..Statx::default()
+        },
+        ..StatxOut::default()
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command as Process, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -356,7 +356,13 @@ impl Supervisor {
                 }
             }
             BackendMessage::Discard { key } => {
-                core.lock().vault.discard(&key);
+                let mut core = core.lock();
+                core.vault.discard(&key);
+                if let VaultKey::Inode(identity) = key
+                    && let Some(nodeid) = core.tables.find(&identity)
+                {
+                    core.tables.set_vaulted(nodeid, false);
+                }
                 Ok(())
             }
             BackendMessage::Failed { reason } => {
@@ -547,10 +553,10 @@ impl Supervisor {
             last_pause_ms: core.last_pause.map(ms),
             longest_pause_ms: core.last_pause.map(|_| ms(core.longest_pause)),
             outage_ms: outage.map(since),
-            open_files: core.tables.open_files() as u64,
-            open_dirs: core.tables.open_dirs() as u64,
-            locks: core.tables.locks() as u64,
-            inodes: core.tables.inodes() as u64,
+            open_files: core.tables.open_files(),
+            open_dirs: core.tables.open_dirs(),
+            locks: core.tables.locks(),
+            inodes: core.tables.inodes(),
             inflight: core.inflight() as u64,
             oldest_request_ms: core.oldest().map(since),
             reissued: core.counters.reissued,
@@ -612,6 +618,8 @@ fn answer(conn: &Conn, id: u64, errno: i32, fd: Option<OwnedFd>) -> Result<(), C
 fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
     let (ours, theirs) = Conn::pair().map_err(std::io::Error::other)?;
     let mut child = Process::new("/proc/self/exe")
+        // What `ps` shows instead of the path above.
+        .arg0("evermount")
         .arg("__backend")
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .stdout(Stdio::null())

@@ -13,16 +13,18 @@ const SPARE: usize = 64;
 /// moment later, so more than this many are leftovers of requests that failed.
 const UNCLAIMED_MAX: usize = 1024;
 
-/// A deposited descriptor.
-struct Deposit {
+/// The description that carries a lock owner's locks on a node.
+struct LockDeposit {
     fd: OwnedFd,
-    /// For a lock: the handle it was last locked through.
+    /// The handle the locks were last changed through; its end is theirs.
     fh: u64,
 }
 
 /// Deposits by key.
 pub struct VaultStore {
-    deposits: HashMap<VaultKey, Deposit>,
+    root: Option<OwnedFd>,
+    inodes: HashMap<Identity, OwnedFd>,
+    locks: HashMap<VaultKey, LockDeposit>,
     /// Inodes without a node, oldest first.
     unclaimed: Vec<Identity>,
     capacity: usize,
@@ -32,7 +34,9 @@ impl VaultStore {
     /// A vault for a process that may have this many descriptors open.
     pub fn new(nofile: usize) -> VaultStore {
         VaultStore {
-            deposits: HashMap::new(),
+            root: None,
+            inodes: HashMap::new(),
+            locks: HashMap::new(),
             unclaimed: Vec::new(),
             capacity: nofile.saturating_sub(SPARE),
         }
@@ -40,18 +44,24 @@ impl VaultStore {
 
     /// Keeps a descriptor. `known`: the kernel has a node for the inode (or it is no inode).
     pub fn deposit(&mut self, key: VaultKey, fd: OwnedFd, known: bool) -> Result<(), Errno> {
-        if self.deposits.len() >= self.capacity && !self.deposits.contains_key(&key) {
+        if self.inodes.len() + self.locks.len() >= self.capacity && !self.has(&key) {
             return Err(Errno::ENFILE);
         }
-        let fh = self.deposits.get(&key).map_or(0, |d| d.fh);
-        self.deposits.insert(key, Deposit { fd, fh });
-        if let VaultKey::Inode(identity) = key
-            && !known
-        {
-            self.unclaimed.push(identity);
-            if self.unclaimed.len() > UNCLAIMED_MAX {
-                let leftover = self.unclaimed.remove(0);
-                self.deposits.remove(&VaultKey::Inode(leftover));
+        match key {
+            VaultKey::Root => self.root = Some(fd),
+            VaultKey::Inode(identity) => {
+                self.inodes.insert(identity, fd);
+                if !known {
+                    self.unclaimed.push(identity);
+                }
+                if self.unclaimed.len() > UNCLAIMED_MAX {
+                    let leftover = self.unclaimed.remove(0);
+                    self.inodes.remove(&leftover);
+                }
+            }
+            VaultKey::Lock { .. } => {
+                let fh = self.locks.get(&key).map_or(0, |d| d.fh);
+                self.locks.insert(key, LockDeposit { fd, fh });
             }
         }
         Ok(())
@@ -70,40 +80,51 @@ impl VaultStore {
     /// Drops what a generation that died deposited for replies it never made.
     pub fn drop_unclaimed(&mut self) {
         for identity in self.unclaimed.drain(..) {
-            self.deposits.remove(&VaultKey::Inode(identity));
+            self.inodes.remove(&identity);
+        }
+    }
+
+    fn get(&self, key: &VaultKey) -> Option<&OwnedFd> {
+        match key {
+            VaultKey::Root => self.root.as_ref(),
+            VaultKey::Inode(identity) => self.inodes.get(identity),
+            VaultKey::Lock { .. } => self.locks.get(key).map(|d| &d.fd),
         }
     }
 
     /// A duplicate of a deposit.
     pub fn withdraw(&self, key: &VaultKey) -> Result<Option<OwnedFd>, Errno> {
-        let deposit = self.deposits.get(key);
-        Ok(deposit.map(|d| d.fd.try_clone()).transpose()?)
+        Ok(self.get(key).map(OwnedFd::try_clone).transpose()?)
     }
 
     /// Drops a deposit.
     pub fn discard(&mut self, key: &VaultKey) {
-        self.deposits.remove(key);
+        match key {
+            VaultKey::Root => self.root = None,
+            VaultKey::Inode(identity) => drop(self.inodes.remove(identity)),
+            VaultKey::Lock { .. } => drop(self.locks.remove(key)),
+        }
     }
 
     /// There is a deposit under this key.
     pub fn has(&self, key: &VaultKey) -> bool {
-        self.deposits.contains_key(key)
+        self.get(key).is_some()
     }
 
     /// Notes the handle a lock was last changed through.
     pub fn locked_through(&mut self, key: &VaultKey, fh: u64) {
-        if let Some(deposit) = self.deposits.get_mut(key) {
+        if let Some(deposit) = self.locks.get_mut(key) {
             deposit.fh = fh;
         }
     }
 
     /// There are locks that end with this handle.
     pub fn has_locks_of(&self, fh: u64) -> bool {
-        self.deposits.values().any(|d| d.fh == fh)
+        self.locks.values().any(|d| d.fh == fh)
     }
 
     /// Drops the locks that end with a handle.
     pub fn drop_locks_of(&mut self, fh: u64) {
-        self.deposits.retain(|_, d| d.fh != fh);
+        self.locks.retain(|_, d| d.fh != fh);
     }
 }

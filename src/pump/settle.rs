@@ -234,6 +234,14 @@ impl Settling<'_> {
         if opcode.opens_handle() {
             self.tables.close_handle(self.slot.annex().new_fh);
         }
+        if let Op::Setlk(lk) = self.request.op
+            && lk.lk_flags & LK_FLOCK != 0
+            && errno == Errno::EAGAIN
+            && self.tables.unlock_owner(self.nodeid, lk.owner, true)
+        {
+            // `flock(2)`: a conversion gives the old lock up before it tries for the new one.
+            self.effects.push(Effect::Unlocked(self.nodeid));
+        }
         if opcode == Opcode::Setlkw && errno == Errno::EAGAIN {
             return Reply::Waits;
         }

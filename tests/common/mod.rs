@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // each test file uses a part of it
 
+pub mod tools;
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -254,6 +256,7 @@ impl Mount {
             eprintln!("umount: {umount:?}\n{}", tail.join("\n"));
         }
         if !gone {
+            eprintln!("{}", where_threads_wait(frontend));
             let _ = kill(Pid::from_raw(frontend as i32), Signal::SIGKILL);
             assert!(
                 std::thread::panicking(),
@@ -310,7 +313,7 @@ pub fn within<T: Send + 'static>(
         Ok(value) => value,
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
         Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-            std::panic::resume_unwind(thread.join().err().expect("it panicked"))
+            std::panic::resume_unwind(thread.join().expect_err("it panicked"))
         }
     }
 }
@@ -397,4 +400,14 @@ impl Drop for LoopFs {
                 .output();
         }
     }
+}
+
+/// What each thread of a process waits for, for the report of a failure.
+fn where_threads_wait(pid: u32) -> String {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"));
+    let tasks = tasks.into_iter().flatten().flatten();
+    tasks.fold(String::new(), |text, task| {
+        let read = |name| fs::read_to_string(task.path().join(name)).unwrap_or_default();
+        text + &format!("{} waits in {}\n", read("comm").trim(), read("wchan"))
+    })
 }

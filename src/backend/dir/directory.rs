@@ -27,6 +27,8 @@ pub(super) struct Stream {
     at: usize,
     end: usize,
     position: u64,
+    /// Something was read through this open directory.
+    started: bool,
 }
 
 /// `struct linux_dirent64`.
@@ -59,27 +61,35 @@ impl<'b> Entry<'b> {
 impl Stream {
     /// Goes to an offset; for the one where it is, nothing.
     fn seek(&mut self, directory: BorrowedFd<'_>, offset: u64) -> Result<(), Errno> {
-        if offset != self.position {
-            rustix::fs::seek(directory, SeekFrom::Start(offset))?;
-            self.position = offset;
-            (self.at, self.end) = (0, 0);
-        } else if offset == 0 {
-            // `rewinddir(3)`: entries that were read ahead may be old.
-            if self.at != self.end {
-                rustix::fs::seek(directory, SeekFrom::Start(0))?;
-            }
-            (self.at, self.end) = (0, 0);
+        // `rewinddir(3)` at the start: what was read ahead may be old.
+        let rewinds = offset == 0 && self.started;
+        if offset == self.position && !rewinds {
+            return Ok(());
         }
+        if !self.started {
+            // ext4 takes a directory that was opened, put to its end, read, and put to its start
+            // for one that is still at its end (`ext4_dx_readdir` compares the position with a
+            // `last_pos` that is 0 until something was read). So read something first.
+            self.fill(directory)?;
+        }
+        rustix::fs::seek(directory, SeekFrom::Start(offset))?;
+        self.position = offset;
+        (self.at, self.end) = (0, 0);
+        Ok(())
+    }
+
+    fn fill(&mut self, directory: BorrowedFd<'_>) -> Result<(), Errno> {
+        self.buffer.resize(BUFFER, 0);
+        (self.at, self.end) = (0, 0);
+        self.end = sys::getdents64(directory, &mut self.buffer)?;
+        self.started = true;
         Ok(())
     }
 
     /// The entry at the position, which stays where it is. `None`: the end.
     fn peek(&mut self, directory: BorrowedFd<'_>) -> Result<Option<Entry<'_>>, Errno> {
         if self.at == self.end {
-            self.buffer.resize(BUFFER, 0);
-            self.at = 0;
-            self.end = 0;
-            self.end = sys::getdents64(directory, &mut self.buffer)?;
+            self.fill(directory)?;
             if self.end == 0 {
                 // A listed directory is often kept open; its buffer need not be.
                 self.buffer = Vec::new();

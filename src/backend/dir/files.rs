@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
-use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom, openat};
+use rustix::fs::{FallocateFlags, SeekFrom};
 use zerocopy::IntoBytes;
 
 use super::directory::Stream;
@@ -39,6 +39,8 @@ pub(super) struct Handle {
     pub(super) fd: OwnedFd,
     /// Flags it was opened with, as the kernel sent them.
     flags: i32,
+    /// The store appends, wherever we write: a file marked append-only opens in no other way.
+    append_only: bool,
     /// Where a directory is being read.
     pub(super) stream: Mutex<Stream>,
 }
@@ -48,6 +50,7 @@ impl Handle {
         Handle {
             fd,
             flags,
+            append_only: false,
             stream: Mutex::default(),
         }
     }
@@ -103,6 +106,20 @@ pub(super) fn sanitized(flags: i32) -> i32 {
 }
 
 impl Dir {
+    /// Opens what a node descriptor stands for, as somebody asked with these flags.
+    fn open_handle(&self, node: impl AsFd, flags: i32) -> Result<Handle, Errno> {
+        match self.reopen(&node, sanitized(flags)) {
+            Err(Errno::EPERM) if flags & libc::O_APPEND != 0 => {
+                let fd = self.reopen(&node, sanitized(flags) | libc::O_APPEND)?;
+                Ok(Handle {
+                    append_only: true,
+                    ..Handle::new(fd, flags)
+                })
+            }
+            fd => Ok(Handle::new(fd?, flags)),
+        }
+    }
+
     /// The file the request works through.
     pub(super) fn file(&self, call: &Call<'_>) -> Result<Arc<Handle>, Errno> {
         self.file_of(call, &call.annex.handle, &call.annex.node, call.path())
@@ -121,16 +138,15 @@ impl Dir {
         if handle.fh == 0 {
             return Err(Errno::EBADF);
         }
-        let flags = handle.open_flags as i32;
-        let fd = self
+        let file = self
             .descriptor(node, path, call.vault)
-            .and_then(|fd| self.reopen(fd, sanitized(flags)))
+            .and_then(|node| self.open_handle(node, handle.open_flags as i32))
             .map_err(|e| match e {
                 // Passing; the handle is not lost.
                 Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM | Errno::EINTR => e,
                 _ => Errno::ESTALE,
             })?;
-        Ok(self.handles.restore(handle.fh, Handle::new(fd, flags)))
+        Ok(self.handles.restore(handle.fh, file))
     }
 
     pub(super) fn open_node(
@@ -141,11 +157,11 @@ impl Dir {
     ) -> Result<Answer, Errno> {
         let node = self.node(call)?;
         let requested = arg.flags as i32;
-        let mut flags = sanitized(requested);
-        if call.request.opcode == Opcode::Opendir {
-            flags |= libc::O_DIRECTORY;
-        }
-        let fd = self.reopen(&node, flags)?;
+        let file = if call.request.opcode == Opcode::Opendir {
+            self.open_handle(&node, requested | libc::O_DIRECTORY)?
+        } else {
+            self.open_handle(&node, requested)?
+        };
         // Not sent as long as FUSE_ATOMIC_O_TRUNC is not negotiated.
         if requested & libc::O_TRUNC != 0 {
             self.truncate(call, 0, attempt)?;
@@ -153,8 +169,7 @@ impl Dir {
                 self.clear_setid(&node)?;
             }
         }
-        self.handles
-            .insert(call.annex.new_fh, Handle::new(fd, requested));
+        self.handles.insert(call.annex.new_fh, file);
         Ok(Answer::Opened(0))
     }
 
@@ -211,6 +226,9 @@ impl Dir {
     ) -> Result<usize, Errno> {
         let _alone = self.inodes.lock(call.annex.node.identity);
         let journal = attempt.journal();
+        if file.append_only && attempt.is_again() && journal.flags & OFFSET_TAKEN != 0 {
+            return self.append_rest(call, file, data, journal.offset);
+        }
         let offset = if attempt.is_again() && journal.flags & OFFSET_TAKEN != 0 {
             journal.offset
         } else {
@@ -228,6 +246,39 @@ impl Dir {
         write_all(file, data, offset)
     }
 
+    /// A second attempt on a file the store appends to itself: what lies at the offset says how much
+    /// of the first one was written.
+    fn append_rest(
+        &self,
+        call: &Call<'_>,
+        file: &Handle,
+        data: &[Span<'_>],
+        offset: u64,
+    ) -> Result<usize, Errno> {
+        // The handle may be open for writing only.
+        let reader = self.reopen(self.node(call)?, libc::O_RDONLY)?;
+        let wanted: Vec<u8> = data.iter().flat_map(Span::to_vec).collect();
+        let mut there = vec![0; wanted.len()];
+        let mut len = 0;
+        while len < there.len() {
+            match rustix::io::pread(&reader, &mut there[len..], offset + len as u64)? {
+                0 => break,
+                more => len += more,
+            }
+        }
+        let written = if there[..len] == wanted[..len] {
+            len
+        } else {
+            0
+        };
+        if written == wanted.len() {
+            call.note(Replayed::Verified);
+            return Ok(written);
+        }
+        call.note(Replayed::Reissued);
+        Ok(written + rustix::io::write(&file.fd, &wanted[written..])?)
+    }
+
     /// Lets the store say what it could not write: closing a duplicate is what `close(2)` would do.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         if call.annex.handle.flags & HandleRef::OWNER_HAS_LOCKS != 0 {
@@ -240,8 +291,8 @@ impl Dir {
     }
 
     pub(super) fn release(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<Answer, Errno> {
-        self.unlock_handle(call, arg)?;
         self.handles.remove(call.annex.handle.fh);
+        self.unlock_handle(call, arg)?;
         Ok(Answer::Empty)
     }
 
@@ -256,9 +307,7 @@ impl Dir {
     }
 
     pub(super) fn syncfs(&self) -> Result<Answer, Errno> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = openat(self.as_fd(), c".", flags, Mode::empty())?;
-        rustix::fs::syncfs(root)?;
+        rustix::fs::syncfs(&self.anchor)?;
         Ok(Answer::Empty)
     }
 

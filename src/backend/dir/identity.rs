@@ -84,11 +84,11 @@ impl Naming {
     pub(super) fn identify(self, fd: BorrowedFd<'_>) -> Result<Identity, Errno> {
         match self {
             Naming::Handles => from_handle(&FileHandle::of(fd, c"")?),
-            Naming::Paths { .. } => Ok(self.from_stat(&stat(fd)?)),
+            Naming::Paths { .. } => Ok(self.numbers_of(&stat(fd)?)),
         }
     }
 
-    fn from_stat(self, st: &Statx) -> Identity {
+    fn numbers_of(self, st: &Statx) -> Identity {
         let births = self != (Naming::Paths { births: false });
         let birth = if births && st.stx_mask & StatxFlags::BTIME.bits() != 0 {
             (st.stx_btime.tv_sec, st.stx_btime.tv_nsec)
@@ -148,7 +148,7 @@ impl Dir {
             Naming::Paths { .. } => {
                 let stat = stat_name(dir, name)?;
                 Found {
-                    id: self.naming.from_stat(&stat),
+                    id: self.naming.numbers_of(&stat),
                     stat,
                 }
             }
@@ -186,7 +186,7 @@ impl Dir {
             Naming::Handles => FileHandle::of(dir, name)
                 .map_err(Errno::from)
                 .and_then(|handle| from_handle(&handle)),
-            Naming::Paths { .. } => stat_name(dir, name).map(|st| self.naming.from_stat(&st)),
+            Naming::Paths { .. } => stat_name(dir, name).map(|st| self.naming.numbers_of(&st)),
         };
         match id {
             Err(Errno::ENOENT) => Ok(Identity::NONE),
@@ -199,7 +199,7 @@ impl Dir {
     pub(super) fn find(&self, id: &Identity, path: &OsStr) -> Result<OwnedFd, Errno> {
         let found = match self.naming {
             Naming::Handles => to_handle(id).ok_or(Errno::ESTALE).and_then(|handle| {
-                Ok(handle.open(self.root.as_fd(), libc::O_PATH | libc::O_NOFOLLOW)?)
+                Ok(handle.open(self.anchor.as_fd(), libc::O_PATH | libc::O_NOFOLLOW)?)
             }),
             Naming::Paths { .. } => self.walk(path).and_then(|fd| {
                 if self.naming.identify(fd.as_fd())? == *id {

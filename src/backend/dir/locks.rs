@@ -162,7 +162,8 @@ impl Dir {
 
     /// Drops what goes with a handle: its flock, and the locks its open file description owned. For
     /// the latter the kernel sends no unlock; the owner is that description, so no other handle has
-    /// a share in them.
+    /// a share in them. Locks of an earlier generation that nobody asked for since are not known here:
+    /// the vault has the only descriptor, and whoever keeps the lock table discards it there.
     pub(super) fn unlock_handle(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<(), Errno> {
         if arg.release_flags & RELEASE_FLOCK_UNLOCK != 0 {
             self.unlock_owner(call, arg.lock_owner, true)?;
@@ -200,7 +201,9 @@ impl Dir {
         let fd = Arc::new(fd);
         let description = Description {
             fd: fd.clone(),
-            fh: 0, // not known any more; the next lock through a handle says
+            // Where it matters (`unlock_handle`), the owner is the handle's own description, so it
+            // is this one that the locks were taken through.
+            fh: call.annex.handle.fh,
         };
         self.locks.descriptions.lock().insert(owner, description);
         Ok(Some(fd))
@@ -217,7 +220,12 @@ impl Dir {
     /// read-only store, a program that runs) can have read locks.
     fn open_for_locks(&self, call: &Call<'_>) -> Result<OwnedFd, Errno> {
         let node = self.node(call)?;
-        match self.reopen(&node, libc::O_RDWR) {
+        let writable = match self.reopen(&node, libc::O_RDWR) {
+            // Marked append-only, perhaps.
+            Err(Errno::EPERM) => self.reopen(&node, libc::O_RDWR | libc::O_APPEND),
+            fd => fd,
+        };
+        match writable {
             Err(Errno::EISDIR | Errno::EACCES | Errno::EPERM | Errno::EROFS | Errno::ETXTBSY) => {
                 self.reopen(&node, libc::O_RDONLY)
             }

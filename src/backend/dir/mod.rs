@@ -41,7 +41,7 @@ mod xattr;
 use std::ffi::{CString, OsStr};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -90,7 +90,7 @@ impl Default for DirOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     /// It cannot be opened.
-    #[error("cannot open source directory {path}: {error}; create it or name another one")]
+    #[error("cannot open source directory {path}: {error}; check that it exists and may be read")]
     Open {
         /// The source.
         path: PathBuf,
@@ -131,6 +131,8 @@ pub enum DirError {
 pub struct Dir {
     /// `O_PATH`, of a mount of its own if this process may clone one.
     root: Arc<OwnedFd>,
+    /// The root as an open directory: `open_by_handle_at(2)` and `syncfs(2)` take no `O_PATH`.
+    anchor: OwnedFd,
     root_id: Identity,
     /// The mount of `root`: what lies on another one is not ours.
     mount_id: u64,
@@ -169,10 +171,12 @@ impl Dir {
             }
         };
         let from_errno = |e: Errno| broken(io::Error::from_raw_os_error(e.raw()));
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let anchor = openat(&root, c".", flags, Mode::empty()).map_err(|e| broken(e.into()))?;
         let naming = if options.always_walk {
-            Naming::paths(root.as_fd())
+            Naming::paths(anchor.as_fd())
         } else {
-            Naming::probe(root.as_fd())
+            Naming::probe(anchor.as_fd())
         };
         let naming = naming.map_err(broken)?;
         let proc = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -181,6 +185,7 @@ impl Dir {
             root_id: naming.identify(root.as_fd()).map_err(from_errno)?,
             mount_id: stat(&root).map_err(from_errno)?.stx_mnt_id,
             root: Arc::new(root),
+            anchor,
             naming,
             descriptors: descriptors.map_err(|e| DirError::Proc(e.into()))?,
             options,
@@ -251,6 +256,10 @@ impl Dir {
             Err(rustix::io::Errno::INVAL) if flags & libc::O_DIRECT != 0 => {
                 Ok(open(flags & !libc::O_DIRECT)?)
             }
+            Err(rustix::io::Errno::MFILE) => {
+                self.nodes.clear();
+                Ok(open(flags)?)
+            }
             fd => Ok(fd?),
         }
     }
@@ -273,9 +282,6 @@ fn first_open(source: &Path, vault: &dyn Vault) -> Result<OwnedFd, DirError> {
     // Without the privilege, or in a mount namespace that forbids it, mounts below the source are
     // refused one by one instead (`look`, `walk`).
     let root = sys::clone_tree(root.as_fd()).unwrap_or(root);
-    // open_by_handle_at(2) takes no O_PATH descriptor.
-    let readable = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let root = openat(&root, c".", readable, Mode::empty()).unwrap_or(root);
     match vault.deposit(VaultKey::Root, root.as_fd()) {
         Ok(()) => Ok(root),
         Err(error) => Err(DirError::Vault {
@@ -391,12 +397,5 @@ impl Backend for Dir {
                 _ => Err(Errno::EOPNOTSUPP),
             },
         }
-    }
-}
-
-/// A borrowed root, for operations on the whole file system.
-impl AsFd for Dir {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.root.as_fd()
     }
 }

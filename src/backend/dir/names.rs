@@ -380,14 +380,17 @@ impl Dir {
         })
     }
 
-    /// Takes a needless deposit back: the victim kept its name.
+    /// Takes a needless deposit back: the victim kept its name. Where objects are found by path it
+    /// may have been deposited before, under another name that went, and stays.
     fn settle_victim(
         &self,
         call: &Call<'_>,
         victim: Victim<'_>,
         done: rustix::io::Result<()>,
     ) -> Result<Answer, Errno> {
+        // Where objects are found by path, an earlier removal of another name may need it.
         if done.is_err()
+            && self.naming == Naming::Handles
             && let Some(id) = victim.deposited
         {
             call.vault.discard(VaultKey::Inode(id));

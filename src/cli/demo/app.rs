@@ -10,7 +10,6 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context, bail};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -46,7 +45,9 @@ pub struct Sighting {
     pub records: u64,
     /// How many times `fsync` has succeeded.
     pub syncs: u64,
-    /// Directory entries read so far, and how many of them for the second time.
+    /// Names created, changed and deleted.
+    pub names: u64,
+    /// Directory entries read so far, each counted once.
     pub entries: usize,
     /// Entries that came again.
     pub repeated: usize,
@@ -81,8 +82,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
+type Worker = std::thread::JoinHandle<io::Result<()>>;
+
 struct App {
-    writer: Option<std::thread::JoinHandle<io::Result<()>>>,
+    workers: Vec<(&'static str, Worker)>,
     progress: Arc<Progress>,
     /// Held for its lock. Any other descriptor of that file which this process closed would release
     /// it (that is how fcntl locks are), so there is none.
@@ -100,6 +103,7 @@ struct Progress {
     stop: AtomicBool,
     records: AtomicU64,
     syncs: AtomicU64,
+    names: AtomicU64,
 }
 
 impl App {
@@ -137,8 +141,10 @@ impl App {
             .context("cannot create the file of records")?;
         let shared = progress.clone();
         let writer = std::thread::spawn(move || write_records(records, &shared));
+        let (shared, own) = (progress.clone(), directory.to_owned());
+        let namer = std::thread::spawn(move || change_names(&own, &shared));
         Ok(App {
-            writer: Some(writer),
+            workers: vec![("writing records", writer), ("changing names", namer)],
             progress,
             _locked: locked,
             deleted,
@@ -161,10 +167,12 @@ impl App {
         self.progress.stop.store(true, Ordering::Relaxed);
         self.list(usize::MAX);
         self.look_at_deleted();
-        match self.writer.take().map(std::thread::JoinHandle::join) {
-            Some(Ok(Err(e))) => self.fail("writing records", &e),
-            Some(Err(_)) => self.fail("writing records", &io::Error::other("the writer panicked")),
-            Some(Ok(Ok(()))) | None => {}
+        for (what, worker) in std::mem::take(&mut self.workers) {
+            match worker.join() {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => self.fail(what, &e),
+                Err(_) => self.fail(what, &io::Error::other("the thread panicked")),
+            }
         }
     }
 
@@ -221,6 +229,7 @@ impl App {
     fn tell(&mut self) -> anyhow::Result<()> {
         self.sighting.records = self.progress.records.load(Ordering::Relaxed);
         self.sighting.syncs = self.progress.syncs.load(Ordering::Relaxed);
+        self.sighting.names = self.progress.names.load(Ordering::Relaxed);
         super::super::print(&(serde_json::to_string(&self.sighting)? + "\n"))
     }
 }
@@ -240,11 +249,24 @@ fn write_records(mut file: File, progress: &Progress) -> io::Result<()> {
             file.sync_all()?;
             progress.syncs.fetch_add(1, Ordering::Relaxed);
         }
-        // Fast enough for a kill to fall into a call, slow enough to keep the file small.
-        std::thread::sleep(Duration::from_micros(200));
     }
     file.sync_all()?;
     progress.syncs.fetch_add(1, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Creates, renames and deletes without a pause. A call that happened twice would fail: the name is
+/// there already, or not any more.
+fn change_names(directory: &Path, progress: &Progress) -> io::Result<()> {
+    let (first, second) = (directory.join("first"), directory.join("second"));
+    while !progress.stop.load(Ordering::Relaxed) {
+        fs::create_dir(&first)?;
+        File::create_new(first.join("file"))?;
+        fs::rename(&first, &second)?;
+        fs::remove_file(second.join("file"))?;
+        fs::remove_dir(&second)?;
+        progress.names.fetch_add(5, Ordering::Relaxed);
+    }
     Ok(())
 }
 
@@ -301,6 +323,7 @@ pub fn check_records(text: &[u8], count: u64) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn a_missing_a_repeated_and_a_torn_record_are_found() {

@@ -46,7 +46,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let guarded = stage.clone();
     std::thread::spawn(move || {
         if let Ok(signal) = signals.wait() {
-            guarded.clear();
+            guarded.fall();
             eprintln!("\nevermount: ended by {signal}; everything is cleaned up");
             std::process::exit(128 + signal as i32);
         }
@@ -55,7 +55,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let limit = LIMIT + TAKEOVER_LIMIT * u32::from(args.kills);
     std::thread::spawn(move || {
         std::thread::sleep(limit);
-        guarded.clear();
+        guarded.fall();
         eprintln!(
             "evermount: the demonstration did not end within {} s: something waits for ever",
             limit.as_secs()
@@ -63,6 +63,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         std::process::exit(1);
     });
     let played = play(&stage, usize::from(args.kills));
+    while *stage.curtain() == Curtain::Falling {
+        // What went wrong went wrong because of that, and the process is about to end.
+        std::thread::park();
+    }
     stage.clear();
     played
 }
@@ -75,6 +79,16 @@ struct Stage {
     runtime: PathBuf,
     /// Process ids of the application and the front-end.
     cast: Mutex<Vec<u32>>,
+    curtain: Mutex<Curtain>,
+}
+
+/// Whether the stage may still be played on. Locked while the source and the mount are made, so that
+/// what clears the stage finds all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Curtain {
+    Open,
+    /// Something else than the play's end clears the stage and ends the process.
+    Falling,
 }
 
 impl Stage {
@@ -89,6 +103,7 @@ impl Stage {
             runtime: root.join("run"),
             root,
             cast: Mutex::default(),
+            curtain: Mutex::new(Curtain::Open),
         };
         for dir in [
             &stage.root,
@@ -130,6 +145,16 @@ impl Stage {
         status::ask(&Conn::connect(&socket)?)
     }
 
+    fn curtain(&self) -> std::sync::MutexGuard<'_, Curtain> {
+        self.curtain.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the play from outside.
+    fn fall(&self) {
+        *self.curtain() = Curtain::Falling;
+        self.clear();
+    }
+
     /// Ends and removes everything. Asks nothing of the mount.
     fn clear(&self) {
         let mut cast = self.cast.lock().unwrap_or_else(PoisonError::into_inner);
@@ -146,9 +171,13 @@ impl Stage {
                 ended_within(&pidfd, Duration::from_secs(3));
             }
         }
-        // Never walk into a mount that is still there: it would delete through it.
-        if self.entry().is_err() {
-            let _ = fs::remove_dir_all(&self.root);
+        for _ in 0..50 {
+            // Never walk into a mount that is still there: it would delete through it.
+            if self.entry().is_ok() || fs::remove_dir_all(&self.root).is_ok() {
+                break;
+            }
+            // A process that is about to end has made a file meanwhile.
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 }
@@ -186,7 +215,6 @@ impl Fixture {
 
 fn play(stage: &Stage, kills: usize) -> anyhow::Result<()> {
     let say = |text: String| super::print(&(text + "\n"));
-    app::prepare(&stage.source).context("cannot prepare the source directory")?;
     mount(stage)?;
     let first = stage.status()?;
     stage.enter(first.frontend_pid);
@@ -202,8 +230,8 @@ fn play(stage: &Stage, kills: usize) -> anyhow::Result<()> {
     stage.enter(actor.child.id());
     actor.order("step")?;
     say(format!(
-        "application {} appends records and syncs them, holds a lock, reads a directory, and uses a \
-         file it has deleted\n",
+        "application {} appends records and syncs them, creates, renames and deletes, holds a lock, \
+         reads a directory, and uses a file it has deleted\n",
         actor.child.id()
     ))?;
     let before = Fixture::of(stage)?;
@@ -222,7 +250,8 @@ fn play(stage: &Stage, kills: usize) -> anyhow::Result<()> {
         let next = successor(stage, killed.generation)?;
         let seen = actor.order("step")?;
         lock_held &= is_locked(stage)?;
-        let pause = next.last_pause_ms.unwrap_or(f64::NAN);
+        // A pause ends with the first answer, of which there has been one by now.
+        let pause = stage.status()?.last_pause_ms.unwrap_or(f64::NAN);
         pauses.push(pause);
         say(format!(
             "kill {turn}: backend {pid} ended by SIGKILL, {} serves after {pause:6.1} ms; {} records, \
@@ -252,7 +281,11 @@ fn play(stage: &Stage, kills: usize) -> anyhow::Result<()> {
     verdict(
         seen.error.is_none(),
         match &seen.error {
-            None => "no call of the application failed".to_owned(),
+            None => format!(
+                "no call of the application failed, and none happened twice ({} names created, \
+                 changed and deleted)",
+                seen.names
+            ),
             Some(error) => format!("a call of the application failed: {error}"),
         },
     )?;
@@ -324,6 +357,9 @@ fn play(stage: &Stage, kills: usize) -> anyhow::Result<()> {
 }
 
 fn mount(stage: &Stage) -> anyhow::Result<()> {
+    let curtain = stage.curtain();
+    ensure!(*curtain == Curtain::Open, "the demonstration was ended");
+    app::prepare(&stage.source).context("cannot prepare the source directory")?;
     let mounted = stage
         .program()
         .arg("mount")
@@ -332,6 +368,7 @@ fn mount(stage: &Stage) -> anyhow::Result<()> {
         .stdin(Stdio::null())
         .status()
         .context("cannot start /proc/self/exe; is /proc mounted?")?;
+    drop(curtain);
     ensure!(
         mounted.success(),
         "mounting failed; `evermount doctor` checks what is missing"

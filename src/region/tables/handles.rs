@@ -96,6 +96,16 @@ impl Tables {
         record.handle()
     }
 
+    #[cfg(test)]
+    pub(super) fn reserved_handles(&self) -> Vec<u64> {
+        self.words
+            .blocks(Class::HANDLE)
+            .map(|block| self.words.record::<Record>(heap::address(block)))
+            .filter(|record| record.state == RESERVED)
+            .map(|record| record.fh)
+            .collect()
+    }
+
     fn handle_record(&self, fh: u64) -> Option<(u32, Record)> {
         let block = heap::block_of_id(Class::HANDLE, fh);
         let at = self.words.block(block, Class::HANDLE)?;

@@ -30,7 +30,7 @@ const DESCRIPTOR_GROUP: u32 = (16 * PAGE / DESCRIPTOR) as u32;
 
 /// A class of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Class(u8);
+pub(super) struct Class(pub(super) u8);
 
 /// Number of classes.
 pub(super) const CLASSES: usize = 44;
@@ -65,11 +65,11 @@ impl Class {
         }
     }
 
-    fn per_page(self) -> u32 {
+    pub(super) fn per_page(self) -> u32 {
         (PAGE / self.size().max(8)) as u32
     }
 
-    fn state_at(self) -> usize {
+    pub(super) fn state_at(self) -> usize {
         CLASS_STATE + 8 * usize::from(self.0)
     }
 
@@ -80,22 +80,22 @@ impl Class {
 
 /// What is known of a page.
 #[derive(Clone, Copy)]
-struct Page {
-    class: u16,
+pub(super) struct Page {
+    pub(super) class: u16,
     /// Blocks in use.
-    used: u16,
+    pub(super) used: u16,
     /// Blocks that were ever used since the page came to its class.
-    begun: u16,
+    pub(super) begun: u16,
     /// First free block among those, plus one.
-    free: u16,
+    pub(super) free: u16,
 }
 
 /// A list of pages: where its head is. Links are page numbers plus one.
-fn next_at(page: u32) -> usize {
+pub(super) fn next_at(page: u32) -> usize {
     DESCRIPTORS_AT + DESCRIPTOR * page as usize + 8
 }
 
-fn prev_at(page: u32) -> usize {
+pub(super) fn prev_at(page: u32) -> usize {
     next_at(page) + 4
 }
 
@@ -133,7 +133,8 @@ impl Words {
 
     /// Bytes of heap and descriptors in use.
     pub(super) fn heap_bytes(&self) -> u64 {
-        self.load(PAGES_USED) * PAGE as u64 + u64::from(self.page_top()) * DESCRIPTOR as u64
+        let pages = self.load(PAGES_USED).min(u64::from(PAGES));
+        pages * PAGE as u64 + u64::from(self.page_top()) * DESCRIPTOR as u64
     }
 
     /// Pages ever used.
@@ -141,7 +142,7 @@ impl Words {
         self.load(PAGE_TOP).min(u64::from(PAGES)) as u32
     }
 
-    fn page(&self, page: u32) -> Page {
+    pub(super) fn page(&self, page: u32) -> Page {
         let word = self.load(DESCRIPTORS_AT + DESCRIPTOR * page as usize);
         Page {
             class: word as u16,
@@ -278,15 +279,30 @@ impl Words {
         }
         if p.used == 0 {
             self.pull_page(class.state_at(), page);
-            if self.half(class.state_at() + 4) == 0 {
-                self.store_half(class.state_at() + 4, page + 1);
-            } else {
-                self.release_page(class, page, p);
-            }
+            self.spare_page(class, page);
         }
     }
 
-    fn release_page(&mut self, class: Class, page: u32, p: Page) {
+    /// Keeps an empty page as the spare one, or the spare one it has. The lower stays, so that the
+    /// end of the heap can be forgotten.
+    fn spare_page(&mut self, class: Class, page: u32) {
+        let spare_at = class.state_at() + 4;
+        let spare = self.half(spare_at);
+        if spare == 0 || page < spare - 1 {
+            self.store_half(spare_at, page + 1);
+        }
+        match spare {
+            0 => {}
+            _ if page < spare - 1 => self.release_page(class, spare - 1),
+            _ => self.release_page(class, page),
+        }
+    }
+
+    fn release_page(&mut self, class: Class, page: u32) {
+        let p = self.page(page);
+        if page >= PAGES || p.class != u16::from(class.0) {
+            return; // corrupt
+        }
         if class.has_ids() {
             let serial = (0..u32::from(p.begun).min(class.per_page()))
                 .map(|slot| self.load(address(block_at(class, page, slot))) >> PLACE_BITS)
@@ -388,11 +404,11 @@ impl Words {
     }
 }
 
-fn block_at(class: Class, page: u32, slot: u32) -> u32 {
+pub(super) fn block_at(class: Class, page: u32, slot: u32) -> u32 {
     page * UNITS + slot * (class.size() as u32 / 8)
 }
 
 /// The last word of a free block is the link to the next free one of its page.
-fn link_at(class: Class, block: u32) -> usize {
+pub(super) fn link_at(class: Class, block: u32) -> usize {
     address(block) + class.size() - 8
 }

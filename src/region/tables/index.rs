@@ -73,7 +73,7 @@ impl Index {
     }
 
     /// Offset of the hash in the record.
-    fn hash(self) -> usize {
+    pub(super) fn hash(self) -> usize {
         match self {
             Index::Identity => inodes::IDENTITY_HASH,
             Index::Name => inodes::NAME_HASH,
@@ -83,7 +83,7 @@ impl Index {
 }
 
 /// The bucket of a hash among `count`.
-fn bucket_of(hash: u32, count: u32) -> u32 {
+pub(super) fn bucket_of(hash: u32, count: u32) -> u32 {
     let size = count.next_power_of_two();
     match hash & (size - 1) {
         bucket if bucket < count => bucket,
@@ -123,7 +123,7 @@ impl Words {
         self.load(index.entries_at())
     }
 
-    fn head_at(index: Index, bucket: u32) -> usize {
+    pub(super) fn head_at(index: Index, bucket: u32) -> usize {
         index.buckets_at() + 4 * bucket as usize
     }
 
@@ -186,8 +186,11 @@ impl Words {
         self.store_half(link, self.half(at + index.link()));
         self.store_half(at + index.link(), 0);
         self.add(index.entries_at(), -1);
-        if count > MIN_BUCKETS && self.entries(index) < u64::from(count / 2) {
-            self.join(index, count - 1);
+        // At most two: half as many entries are then half as many buckets.
+        for last in [count.saturating_sub(1), count.saturating_sub(2)] {
+            if last >= MIN_BUCKETS && self.entries(index) <= u64::from(last / 2) {
+                self.join(index, last);
+            }
         }
     }
 

@@ -19,33 +19,33 @@ const MAX_DEPTH: usize = 4096;
 /// A record of the table.
 #[repr(C)]
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Record {
+pub(super) struct Record {
     /// The node id; in a free record the last one.
-    nodeid: u64,
-    nlookup: u64,
+    pub(super) nodeid: u64,
+    pub(super) nlookup: u64,
     /// Node id of the directory of the name.
-    parent: u64,
-    identity_next: u32,
-    name_next: u32,
+    pub(super) parent: u64,
+    pub(super) identity_next: u32,
+    pub(super) name_next: u32,
     /// Blocks of the bytes.
-    name: u32,
-    identity: u32,
+    pub(super) name: u32,
+    pub(super) identity: u32,
     /// First lock and first waiter of the inode.
-    locks: u32,
-    waiters: u32,
-    name_len: u16,
-    identity_len: u8,
-    flags: u8,
-    identity_hash: u32,
-    name_hash: u32,
-    reserved: u32,
-    attr: Remembered,
+    pub(super) locks: u32,
+    pub(super) waiters: u32,
+    pub(super) name_len: u16,
+    pub(super) identity_len: u8,
+    pub(super) flags: u8,
+    pub(super) identity_hash: u32,
+    pub(super) name_hash: u32,
+    pub(super) reserved: u32,
+    pub(super) attr: Remembered,
 }
 
 /// The attributes that are remembered.
 #[repr(C)]
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
-struct Remembered {
+pub(super) struct Remembered {
     ino: u64,
     size: u64,
     mtime: u64,
@@ -63,11 +63,17 @@ struct Remembered {
 const _: () = assert!(size_of::<Record>() == Class::INODE.size());
 
 /// The record is in use.
-const LIVE: u8 = 1;
+pub(super) const LIVE: u8 = 1;
 /// The vault has it.
 const VAULTED: u8 = 2;
 
 const NLOOKUP: usize = offset_of!(Record, nlookup);
+const PARENT: usize = offset_of!(Record, parent);
+const NAME: usize = offset_of!(Record, name);
+const IDENTITY: usize = offset_of!(Record, identity);
+/// Length of the name in the first half, of the identity in the third byte.
+const LENGTHS: usize = offset_of!(Record, name_len);
+const _: () = assert!(offset_of!(Record, identity_len) == LENGTHS + 2);
 const ATTR: usize = offset_of!(Record, attr);
 pub(super) const IDENTITY_NEXT: usize = offset_of!(Record, identity_next);
 pub(super) const NAME_NEXT: usize = offset_of!(Record, name_next);
@@ -406,31 +412,40 @@ impl Tables {
         let bytes = identity.as_bytes_ref();
         let hash = self.words.hash(0, bytes);
         self.words.search(Index::Identity, hash, |at| {
-            let record: Record = self.words.record(at);
-            usize::from(record.identity_len) == bytes.len()
-                && self.same_bytes(record.identity, bytes)
+            let (_, len) = self.lengths(at);
+            len == bytes.len() && self.same_bytes(self.words.half(at + IDENTITY), bytes)
         })
     }
 
     fn find_named(&self, parent: u64, name: &[u8]) -> Option<u32> {
         let hash = self.words.hash(parent, name);
         self.words.search(Index::Name, hash, |at| {
-            let record: Record = self.words.record(at);
-            record.parent == parent && self.is_name(&record, name)
+            self.words.load(at + PARENT) == parent && self.is_name(at, name)
         })
     }
 
-    fn is_name(&self, record: &Record, name: &[u8]) -> bool {
-        usize::from(record.name_len) == name.len() && self.same_bytes(record.name, name)
+    /// The record at `at` has this name, in whatever directory.
+    #[inline]
+    fn is_name(&self, at: usize, name: &[u8]) -> bool {
+        let (len, _) = self.lengths(at);
+        len == name.len() && self.same_bytes(self.words.half(at + NAME), name)
     }
 
+    /// Lengths of the name and the identity of the record at `at`.
+    #[inline]
+    fn lengths(&self, at: usize) -> (usize, usize) {
+        let [a, b, identity, _] = self.words.half(at + LENGTHS).to_ne_bytes();
+        (u16::from_ne_bytes([a, b]).into(), identity.into())
+    }
+
+    #[inline]
     fn same_bytes(&self, block: u32, bytes: &[u8]) -> bool {
         self.words
             .block(block, Class::of_len(bytes.len()))
             .is_some_and(|at| self.words.same_bytes(at, bytes))
     }
 
-    fn identity_of(&self, record: &Record) -> Identity {
+    pub(super) fn identity_of(&self, record: &Record) -> Identity {
         let len = usize::from(record.identity_len);
         self.words
             .block(record.identity, Class::of_len(len))
@@ -438,7 +453,7 @@ impl Tables {
             .unwrap_or_default()
     }
 
-    fn name_bytes(&self, record: &Record) -> Option<Vec<u8>> {
+    pub(super) fn name_bytes(&self, record: &Record) -> Option<Vec<u8>> {
         let len = usize::from(record.name_len);
         if len > Class::MAX_BYTES {
             return None;
@@ -478,8 +493,8 @@ impl Tables {
 
     /// Gives an inode a name, and takes it from whoever had it. One that is too long is not kept.
     fn give_name(&mut self, block: u32, parent: u64, name: &[u8]) -> Result<(), Full> {
-        let record = self.record(block);
-        if record.name != 0 && record.parent == parent && self.is_name(&record, name) {
+        let at = heap::address(block);
+        if self.words.load(at + PARENT) == parent && self.is_name(at, name) {
             return Ok(());
         }
         self.take_name(block);

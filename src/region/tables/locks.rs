@@ -58,7 +58,7 @@ pub(super) const WAITER_HASH: usize = offset_of!(WaiterRecord, hash);
 
 /// A kind of chain that hangs on an inode.
 #[derive(Clone, Copy)]
-struct Chain {
+pub(super) struct Chain {
     class: Class,
     /// Offset of the first link in the inode's record.
     head: usize,
@@ -66,25 +66,22 @@ struct Chain {
     next: usize,
     prev: usize,
     nodeid: usize,
-    max: u64,
 }
 
-const LOCK_CHAIN: Chain = Chain {
+pub(super) const LOCK_CHAIN: Chain = Chain {
     class: Class::LOCK,
     head: LOCK_HEAD,
     next: offset_of!(Record, next),
     prev: offset_of!(Record, prev),
     nodeid: offset_of!(Record, nodeid),
-    max: MAX_LOCKS,
 };
 
-const WAITER_CHAIN: Chain = Chain {
+pub(super) const WAITER_CHAIN: Chain = Chain {
     class: Class::WAITER,
     head: WAITER_HEAD,
     next: offset_of!(WaiterRecord, next),
     prev: offset_of!(WaiterRecord, prev),
     nodeid: offset_of!(WaiterRecord, nodeid),
-    max: MAX_WAITERS,
 };
 
 /// A locked range.
@@ -311,7 +308,7 @@ impl Tables {
         }
     }
 
-    fn waiter(&self, block: u32) -> Option<Waiter> {
+    pub(super) fn waiter(&self, block: u32) -> Option<Waiter> {
         let at = self.words.block(block, Class::WAITER)?;
         let record: WaiterRecord = self.words.record(at);
         (record.live != 0).then_some(Waiter {
@@ -331,7 +328,7 @@ impl Tables {
         self.words.add(WAITERS, -1);
     }
 
-    fn node_locks(&self, nodeid: u64) -> impl Iterator<Item = (u32, Lock)> + '_ {
+    pub(super) fn node_locks(&self, nodeid: u64) -> impl Iterator<Item = (u32, Lock)> + '_ {
         self.chain(LOCK_CHAIN, nodeid).map(|block| {
             let record: Record = self.words.record(heap::address(block));
             (block, record.lock())
@@ -400,16 +397,21 @@ impl Tables {
     }
 
     /// The records of an inode's chain.
-    fn chain(&self, chain: Chain, nodeid: u64) -> impl Iterator<Item = u32> + '_ {
+    pub(super) fn chain(&self, chain: Chain, nodeid: u64) -> impl Iterator<Item = u32> + '_ {
         let node = self.inode_at(nodeid);
         let mut block = node.map_or(0, |at| self.words.half(at + chain.head));
+        let mut before = 0;
         std::iter::from_fn(move || {
             let this = block;
             let at = self.words.block(this, chain.class)?;
+            // A record that names another one before it ends a corrupt chain, and any circle.
+            if self.words.half(at + chain.prev) != before {
+                return None;
+            }
+            before = this;
             block = self.words.half(at + chain.next);
             Some(this)
         })
-        .take(chain.max as usize)
     }
 
     /// Links a record into the chain of the inode at `node`, behind `after` or in front.

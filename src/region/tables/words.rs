@@ -23,7 +23,7 @@ const VERSION_AT: usize = 8;
 const LEN_AT: usize = 16;
 const KEY_AT: usize = 24;
 /// Number of entries in the log.
-const LOGGED: usize = 32;
+pub(super) const LOGGED: usize = 32;
 
 /// Begin of what a change may store to in the header.
 const STATE_AT: usize = 64;
@@ -79,12 +79,27 @@ pub(super) struct Words {
     key: u64,
     /// Entries in the log.
     logged: usize,
+    /// Most entries in the log since the last commit.
+    most_logged: usize,
     /// Changes within changes.
     depth: u32,
     unused: Vec<Unused>,
     /// Stores until this process "is killed".
     #[cfg(test)]
     pub(super) stop_after: std::cell::Cell<u64>,
+}
+
+/// A word of the used beginnings of the memory's areas, for a test that corrupts it.
+#[cfg(test)]
+pub(super) fn anywhere(area: u64, word: u64) -> usize {
+    let (from, len) = match area % 5 {
+        0 => (STATE_AT, PAGE / 4),
+        1 => (LOGGED, 8),
+        2 => (DESCRIPTORS_AT, 16 * 30),
+        3 => (BUCKETS_AT, 512),
+        _ => (HEAP_AT, 20 * PAGE),
+    };
+    from + 8 * (word as usize % (len / 8))
 }
 
 /// What a test's killed writer unwinds with.
@@ -103,6 +118,7 @@ impl Words {
             key: memory.u64(KEY_AT).load(Ordering::Relaxed),
             memory,
             logged: 0,
+            most_logged: 0,
             depth: 0,
             unused: Vec::new(),
             #[cfg(test)]
@@ -155,10 +171,14 @@ impl Words {
 
     /// Takes back what the log says was under way.
     pub(super) fn recover(&mut self) {
-        self.logged = (self.load(LOGGED) as usize).min(LOG_ENTRIES);
+        // A count that is too large (corrupt) ends where no entry was ever written.
+        let count = (self.load(LOGGED) as usize).min(LOG_ENTRIES);
+        self.logged = (0..count)
+            .find(|n| self.load(LOG_AT + LOG_ENTRY * n) == 0)
+            .unwrap_or(count);
         self.depth = 0;
         self.unused.clear();
-        if self.logged > 0 {
+        if count > 0 {
             self.begin();
             self.take_back(Start {
                 logged: 0,
@@ -187,9 +207,8 @@ impl Words {
             }
         }
         self.unused.truncate(start.unused);
-        if start.logged < self.logged {
-            // Never zero by accident of an inner change: the outer one goes on logging from here.
-            self.give_log_back();
+        if self.load(LOGGED) > start.logged as u64 {
+            self.most_logged = self.most_logged.max(self.logged);
             self.logged = start.logged;
             self.put(LOGGED, start.logged as u64);
         }
@@ -206,9 +225,13 @@ impl Words {
     fn commit(&mut self) {
         if self.logged > 0 {
             self.put(LOGGED, 0);
-            self.give_log_back();
+            self.most_logged = self.most_logged.max(self.logged);
             self.logged = 0;
         }
+        if self.most_logged > LOG_KEPT {
+            self.give_log_back();
+        }
+        self.most_logged = 0;
         while let Some(unused) = self.unused.pop() {
             #[cfg(test)]
             self.may_stop();
@@ -220,11 +243,9 @@ impl Words {
 
     /// A large log does not keep its memory.
     fn give_log_back(&self) {
-        if self.depth == 0 && self.logged > LOG_KEPT {
-            let from = LOG_AT + LOG_ENTRY * LOG_KEPT;
-            let to = (LOG_AT + LOG_ENTRY * self.logged).next_multiple_of(PAGE);
-            self.memory.discard(from, to - from);
-        }
+        let from = LOG_AT + LOG_ENTRY * LOG_KEPT;
+        let to = (LOG_AT + LOG_ENTRY * self.most_logged).next_multiple_of(PAGE);
+        self.memory.discard(from, to - from);
     }
 
     /// Notes memory to give back after the commit.
@@ -299,6 +320,7 @@ impl Words {
         if self.logged == LOG_ENTRIES {
             // No change is that large. Should one be, its begin is final.
             self.put(LOGGED, 0);
+            self.most_logged = self.logged;
             self.logged = 0;
         }
         let entry = LOG_AT + LOG_ENTRY * self.logged;
