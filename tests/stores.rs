@@ -395,7 +395,7 @@ const STEPS: &[Step] = &[
     }),
     ("close the one", |w| say(Ok(w.files.remove("a").map(drop)))),
     ("lock what it had", |w| {
-        ofd(w.file("b"), libc::F_OFD_SETLK, libc::F_WRLCK, 0, 0)
+        ofd(w.file("b"), libc::F_OFD_SETLKW, libc::F_WRLCK, 0, 0)
     }),
     // Listings.
     ("2000 names", |w| {
@@ -907,6 +907,20 @@ const PERMISSIONS: &[Step] = &[
             .and_then(|f| Ok(fallocate(f, FallocateFlags::empty(), 0, 9000)?)))
             + &facts(w.at("setuid2"))
     }),
+    ("copy into a setuid file of another", |w| {
+        let to = OpenOptions::new()
+            .write(true)
+            .open(w.at("setuid5"))
+            .unwrap();
+        let from = File::open(w.at("team-file")).unwrap();
+        tell(rustix::fs::copy_file_range(
+            &from,
+            Some(&mut 0),
+            &to,
+            Some(&mut 0),
+            4,
+        )) + &facts(w.at("setuid5"))
+    }),
     ("truncate a setuid file of another", |w| {
         say(nix::unistd::truncate(&w.at("setuid3"), 1).map_err(io::Error::from))
             + &facts(w.at("setuid3"))
@@ -989,11 +1003,14 @@ fn ofd(file: &File, command: i32, kind: i32, start: i64, len: i64) -> String {
         l_len: len,
         l_pid: 0,
     };
-    let done = if command == libc::F_OFD_GETLK {
-        fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))
-    } else {
-        fcntl(file, FcntlArg::F_OFD_SETLK(&lock))
-    };
+    let done = fcntl(
+        file,
+        match command {
+            libc::F_OFD_GETLK => FcntlArg::F_OFD_GETLK(&mut lock),
+            libc::F_OFD_SETLKW => FcntlArg::F_OFD_SETLKW(&lock),
+            _ => FcntlArg::F_OFD_SETLK(&lock),
+        },
+    );
     let done = say(done.map_err(io::Error::from));
     format!("{done} {} {} {}", lock.l_type, lock.l_start, lock.l_len)
 }
@@ -1103,7 +1120,7 @@ fn furnish(dir: &Path) {
     file("team-file", 0o660, TEAM);
     file("root-file", 0o600, 0);
     file("sticky/root", 0o666, 0);
-    for name in ["setuid", "setuid2", "setuid3", "setuid4"] {
+    for name in ["setuid", "setuid2", "setuid3", "setuid4", "setuid5"] {
         file(name, 0o6777, STRANGERS);
     }
     file("acl-allows", 0o600, 0);

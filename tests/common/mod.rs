@@ -177,7 +177,8 @@ impl Mount {
     pub fn replace_backend(&self) {
         let before = self.wait("serving", |s| s.outage_ms.is_none());
         let pid = before.backend_pid.unwrap();
-        kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+        // It may have died meanwhile of an earlier kill: then its successor is the one.
+        let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
         self.wait("taken over", |s| {
             s.generation > before.generation && s.outage_ms.is_none()
         });

@@ -1,0 +1,165 @@
+//! Hundreds of thousands of inodes the kernel has cached: what they cost, and that a takeover does
+//! not take longer because of them.
+
+mod common;
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use common::{LoopFs, Mount, Options, PATIENCE, long, until, within};
+
+/// Files of a directory.
+const FILES: usize = 1000;
+/// Kills of which the median pause is taken.
+const KILLS: usize = 21;
+/// What the machine may add to a pause, milliseconds.
+const NOISE: f64 = 5.0;
+const BYTES_PER_INODE: f64 = 200.0;
+
+fn dirs() -> usize {
+    if long() { 1000 } else { 200 }
+}
+
+/// Makes the directories `from..to`, each full of files, behind the mount.
+fn populate(source: &Path, from: usize, to: usize) {
+    for dir in from..to {
+        let path = source.join(format!("directory-{dir:014}"));
+        fs::create_dir(&path).unwrap();
+        for file in 0..FILES {
+            // 24 bytes.
+            File::create(path.join(format!("a-file-of-many-{file:09}"))).unwrap();
+        }
+    }
+}
+
+/// Looks at every file of the directories.
+fn walk(point: PathBuf, from: usize, to: usize) {
+    within(Duration::from_secs(600), "the walk", move || {
+        for dir in from..to {
+            let path = point.join(format!("directory-{dir:014}"));
+            let entries = fs::read_dir(&path).unwrap();
+            let files = entries.map(|entry| fs::symlink_metadata(entry.unwrap().path()).unwrap());
+            assert_eq!(files.filter(|m| m.is_file()).count(), FILES);
+        }
+    });
+}
+
+/// Median of the pauses of some kills, milliseconds.
+fn pause(mount: &Mount) -> f64 {
+    let mut pauses: Vec<f64> = (0..KILLS)
+        .map(|_| {
+            mount.replace_backend();
+            // The pause ends with an answer.
+            let _ = fs::metadata(mount.path("directory-00000000000000"));
+            mount.status().last_pause_ms.unwrap()
+        })
+        .collect();
+    pauses.sort_by(f64::total_cmp);
+    pauses[KILLS / 2]
+}
+
+/// Memory of a process, its share of what it shares included, bytes.
+fn memory(pid: u32) -> f64 {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let line = rollup.lines().find_map(|l| l.strip_prefix("Pss:")).unwrap();
+    let kilobytes: f64 = line.trim().trim_end_matches(" kB").parse().unwrap();
+    kilobytes * 1024.0
+}
+
+fn backend_memory(mount: &Mount) -> f64 {
+    let status = mount.wait("serving", |s| s.outage_ms.is_none());
+    memory(status.backend_pid.unwrap())
+}
+
+/// Asks the kernel to forget what nobody uses.
+fn drop_caches() {
+    fs::write("/proc/sys/vm/drop_caches", "2").unwrap();
+}
+
+/// Drops caches until the mount has only its root.
+fn forget_all(mount: &Mount) {
+    let forgotten = until(PATIENCE, || {
+        drop_caches();
+        // FORGETs travel on their own.
+        until(Duration::from_millis(200), || mount.status().inodes == 1)
+    });
+    assert!(forgotten, "{} inodes stay", mount.status().inodes);
+}
+
+fn tmpfs_mount() -> (LoopFs, Mount) {
+    let store = LoopFs::new("tmpfs");
+    let on = store.path();
+    let mount = Mount::with(&Options {
+        on: Some(&on),
+        args: &[],
+    });
+    (store, mount)
+}
+
+#[test]
+fn cached_inodes_cost_little_and_no_time_at_a_takeover() {
+    let (store, mount) = tmpfs_mount();
+    populate(&mount.source, 0, dirs());
+    walk(mount.point.clone(), 0, 1);
+    mount.wait("walked", |s| s.inodes as usize == FILES + 2);
+    let few = pause(&mount);
+    let empty = memory(mount.frontend);
+
+    walk(mount.point.clone(), 1, dirs());
+    let inodes = (dirs() * (FILES + 1) + 1) as f64;
+    mount.wait("walked", |s| s.inodes as f64 == inodes);
+    let full = memory(mount.frontend);
+    let backend = backend_memory(&mount);
+    let many = pause(&mount);
+    let fresh = backend_memory(&mount);
+    let each = (full - empty) / (inodes - FILES as f64 - 2.0);
+    eprintln!(
+        "{inodes} inodes: {each:.0} bytes each, front-end {empty} → {full}, \
+         backend {backend} (new {fresh}), pause {few} → {many} ms"
+    );
+    assert!(each <= BYTES_PER_INODE, "{each} bytes per inode");
+    assert!(backend < 16e6, "the backend has {backend} bytes");
+    assert!(
+        many <= few * 1.3 + NOISE,
+        "a takeover pauses {many} ms with {inodes} inodes, {few} ms with {FILES}"
+    );
+    // Every one of them is still there.
+    assert_eq!(mount.status().inodes as f64, inodes);
+    walk(mount.point.clone(), 0, 10);
+
+    forget_all(&mount);
+    let after = memory(mount.frontend);
+    eprintln!("front-end {after} after everything was forgotten");
+    assert!(
+        after <= empty + 0.1 * (full - empty),
+        "{after} bytes after everything was forgotten, {full} before, {empty} in the beginning"
+    );
+    mount.end();
+    drop(store);
+}
+
+#[test]
+fn lookups_and_forgets_are_counted_exactly_while_backends_die() {
+    let (store, mount) = tmpfs_mount();
+    let dirs = if long() { 40 } else { 8 };
+    populate(&mount.source, 0, dirs);
+    let ((), deaths) = mount.under_fire(Duration::from_millis(20), || {
+        for round in 0..10 {
+            walk(mount.point.clone(), 0, dirs);
+            if round % 2 == 1 {
+                drop_caches();
+            }
+        }
+    });
+    eprintln!("{deaths} deaths");
+    assert!(deaths > 10, "{deaths} deaths");
+    mount.under_fire(Duration::from_millis(20), || forget_all(&mount));
+    forget_all(&mount);
+    let end = mount.wait("idle", |s| s.open_files + s.open_dirs + s.inflight == 0);
+    assert_eq!((end.inodes, end.poisoned, end.ambiguous), (1, 0, 0));
+    // A count too low would have forgotten what the kernel still uses.
+    walk(mount.point.clone(), 0, dirs);
+    mount.end();
+    drop(store);
+}
