@@ -557,12 +557,14 @@ impl Core {
 
     /// Takes the next reply of the backend through the tables.
     pub fn next_delivery(&mut self, io: &Io) -> Option<Delivery> {
-        loop {
+        // Bounded: a backend that hands back nonsense for ever must not keep the lock for ever.
+        for _ in 0..SLOTS {
             let index = io.region.replies().pop()?;
             if let Some(delivery) = self.settle(io, index) {
                 return Some(delivery);
             }
         }
+        None
     }
 
     fn settle(&mut self, io: &Io, index: SlotIndex) -> Option<Delivery> {
@@ -581,6 +583,8 @@ impl Core {
         };
         in_slot.at = Where::Settling;
         let (answered, purpose) = (in_slot.answered, in_slot.held.purpose);
+        let unique = in_slot.held.unique;
+        let asked = (unique, in_slot.held.opcode, in_slot.held.nodeid);
         self.end_pause();
         match slot.replayed().load(std::sync::atomic::Ordering::Relaxed) {
             n if n == Replayed::Verified as u32 => self.counters.verified_done += 1,
@@ -588,10 +592,13 @@ impl Core {
             _ => {}
         }
         let bytes = slot.copy_request();
-        let Ok(request) = Request::decode(&bytes) else {
+        let decoded = Request::decode(&bytes);
+        let Some(request) = decoded
+            .ok()
+            .filter(|r| (r.header.unique, r.opcode, r.header.nodeid) == asked)
+        else {
             // The backend changed the request under our hands.
             self.counters.protocol_errors += 1;
-            let unique = self.slots[index.get() as usize].as_ref()?.held.unique;
             return Some(Delivery {
                 index,
                 reply: Reply::Bytes(error_reply(unique, Some(Errno::EIO))),
