@@ -18,7 +18,7 @@ use nix::unistd::{Gid, Pid, Uid, User};
 const EVERY: Duration = Duration::from_secs(1);
 
 fn duration() -> Duration {
-    Duration::from_secs(if long() { 60 } else { 6 })
+    Duration::from_secs(if long() { 30 } else { 6 })
 }
 
 /// Processes of a test. None outlives it.
