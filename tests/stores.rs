@@ -1329,3 +1329,100 @@ fn tmpfs_behaves_like_itself() {
 fn overlayfs_behaves_like_itself() {
     behaves_like_itself("overlay");
 }
+
+/// One thread's life: every change of it happens exactly once, so each step knows its answer.
+fn live(dir: &Path, thread: usize, end: std::time::Instant) -> usize {
+    let at = |name: &str| dir.join(format!("{thread}-{name}"));
+    let mut rounds = 0;
+    let mut log = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(at("log"))
+        .unwrap();
+    let mut expected = String::new();
+    while std::time::Instant::now() < end {
+        let (a, b, c) = (at("a"), at("b"), at("c"));
+        let mut file = File::create_new(&a).unwrap();
+        file.write_all(b"content").unwrap();
+        fs::hard_link(&a, &b).unwrap();
+        assert_eq!(fs::symlink_metadata(&a).unwrap().nlink(), 2);
+        fs::rename(&a, &c).unwrap();
+        assert_eq!(say(fs::symlink_metadata(&a).map(drop)), "ENOENT");
+        assert_eq!(say(fs::hard_link(&c, &b)), "EEXIST");
+        fs::remove_file(&b).unwrap();
+        assert_eq!(file.metadata().unwrap().nlink(), 1);
+        fs::create_dir(&a).unwrap();
+        assert_eq!(say(fs::create_dir(&a)), "EEXIST");
+        fs::rename(&c, a.join("inside")).unwrap();
+        assert_eq!(say(fs::remove_dir(&a)), "ENOTEMPTY");
+        fs::rename(&a, &b).unwrap();
+        symlink("nowhere", &c).unwrap();
+        renameat_with(CWD, &c, CWD, &b, RenameFlags::EXCHANGE).unwrap();
+        assert_eq!(fs::read_to_string(c.join("inside")).unwrap(), "content");
+        fs::remove_file(c.join("inside")).unwrap();
+        file.set_len(3).unwrap();
+        let mut bytes = [0; 10];
+        assert_eq!(file.read_at(&mut bytes, 0).unwrap(), 3);
+        let unlinked = file.metadata().unwrap();
+        assert_eq!((unlinked.nlink(), unlinked.len()), (0, 3));
+        fs::remove_dir(&c).unwrap();
+        fs::remove_file(&b).unwrap();
+        assert_eq!(say(fs::remove_file(&b)), "ENOENT");
+        let line = format!("round {rounds}\n");
+        log.write_all(line.as_bytes()).unwrap();
+        expected.push_str(&line);
+        rounds += 1;
+    }
+    assert_eq!(fs::read_to_string(at("log")).unwrap(), expected);
+    rounds
+}
+
+fn happens_once_in_a_crowd(store: &str) {
+    let store = LoopFs::new(store);
+    let on = store.path();
+    let mount = Mount::with(&Options {
+        on: Some(&on),
+        args: &[],
+    });
+    let end = std::time::Instant::now() + Duration::from_secs(if common::long() { 60 } else { 6 });
+    let point = mount.point.clone();
+    let (rounds, deaths) = mount.under_fire(Duration::from_millis(10), || {
+        common::within(PATIENCE * 2, "the crowd", move || {
+            let threads: Vec<_> = (0..8)
+                .map(|n| {
+                    let point = point.clone();
+                    std::thread::spawn(move || live(&point, n, end))
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|t| t.join().unwrap())
+                .sum::<usize>()
+        })
+    });
+    let status = mount.status();
+    eprintln!(
+        "{rounds} rounds, {deaths} deaths, {} issued again, {} were done",
+        status.reissued, status.verified_done
+    );
+    assert!(deaths > 20 && rounds > 20);
+    assert_eq!((status.poisoned, status.ambiguous), (0, 0));
+    assert_same(
+        "mount and source",
+        &tree(&mount.point),
+        &tree(&mount.source),
+    );
+    assert_eq!(tree(&mount.source).len(), 8);
+    mount.end();
+    drop(store);
+}
+
+#[test]
+fn every_change_in_a_crowd_happens_once_on_ext4() {
+    happens_once_in_a_crowd("ext4");
+}
+
+#[test]
+fn every_change_in_a_crowd_happens_once_on_overlayfs() {
+    happens_once_in_a_crowd("overlay");
+}
