@@ -948,7 +948,7 @@ const PERMISSIONS: &[Step] = &[
     ("take all rights away", |w| {
         say(fs::set_permissions(
             w.at("readonly"),
-            Permissions::from_mode(0),
+            Permissions::from_mode(0o0),
         ))
     }),
     ("write to it still", |w| {
@@ -1282,7 +1282,8 @@ fn behaves_like_itself(store: &str) {
             }
             if step.0 == "root closes the directory" {
                 for dir in [&front, &twin] {
-                    fs::set_permissions(dir.join("team-file"), Permissions::from_mode(0)).unwrap();
+                    fs::set_permissions(dir.join("team-file"), Permissions::from_mode(0o0))
+                        .unwrap();
                 }
             }
             let (seen, expected) = (actor.does(*step), native.does(*step));
