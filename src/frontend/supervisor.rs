@@ -483,6 +483,12 @@ impl Supervisor {
         let dying: HashSet<u32> = callers.into_iter().filter(|&pid| is_dying(pid)).collect();
         let mut core = self.shared.core.lock();
         core.tick(&self.shared.io, |pid| dying.contains(&pid));
+        let slack = core.shrink();
+        drop(core);
+        if slack {
+            // Tens of megabytes after an outage, or when the kernel forgot a million inodes.
+            sys::give_memory_back();
+        }
     }
 
     // ---- clients -----------------------------------------------------------------------------
