@@ -11,6 +11,25 @@ fn check(ret: isize) -> io::Result<usize> {
     usize::try_from(ret).map_err(|_| io::Error::last_os_error())
 }
 
+/// One heap for all threads of this process. Only of that one the allocator gives everything back
+/// ([`give_memory_back`]); of a thread's own it keeps the end, which may be tens of megabytes.
+pub fn use_one_heap() {
+    // SAFETY: sets a number in the allocator. If it is refused, more memory is kept.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
+/// Gives what the allocator keeps of freed memory back to the system.
+pub fn give_memory_back() {
+    // SAFETY: only memory that is free; the allocator takes its own locks.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// `readv(2)` into shared memory.
 pub fn readv(fd: BorrowedFd<'_>, into: &[Span<'_>]) -> io::Result<usize> {
     // SAFETY: spans are valid for their lifetime; the kernel writes at most their length.

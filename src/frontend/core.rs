@@ -34,6 +34,8 @@ use crate::wire::{Errno, Op, Opcode, Request};
 const OUTSIDE_MAX_BYTES: usize = 256 << 20;
 /// Requests kept outside.
 const OUTSIDE_MAX: usize = 1 << 16;
+/// Bytes of requests that were outside, after which the allocator may keep too much of them.
+const SLACK_MAX: usize = 1 << 20;
 /// Deaths of a backend with a request as the only one running, after which it is poison.
 const POISON_DEATHS: u8 = 2;
 
@@ -179,6 +181,8 @@ pub struct Core {
     reader_chunks: Vec<u16>,
     outside: VecDeque<Outside>,
     outside_bytes: usize,
+    /// Bytes that were outside since memory was given back.
+    slack: usize,
     waiting: HashMap<u64, Waiting>,
     /// Requests that may have killed a backend, to be issued one at a time.
     quarantine: VecDeque<SlotIndex>,
@@ -241,6 +245,7 @@ impl Core {
             reader_chunks,
             outside: VecDeque::new(),
             outside_bytes: 0,
+            slack: 0,
             waiting: HashMap::new(),
             quarantine: VecDeque::new(),
             sequence: 0,
@@ -353,6 +358,7 @@ impl Core {
 
     fn push_outside(&mut self, held: Held, bytes: Vec<u8>) {
         self.outside_bytes += bytes.len();
+        self.slack += bytes.len() + size_of::<Outside>();
         self.outside.push_back(Outside { held, bytes });
     }
 
@@ -557,12 +563,14 @@ impl Core {
 
     /// Takes the next reply of the backend through the tables.
     pub fn next_delivery(&mut self, io: &Io) -> Option<Delivery> {
-        loop {
+        // Bounded: a backend that hands back nonsense for ever must not keep the lock for ever.
+        for _ in 0..SLOTS {
             let index = io.region.replies().pop()?;
             if let Some(delivery) = self.settle(io, index) {
                 return Some(delivery);
             }
         }
+        None
     }
 
     fn settle(&mut self, io: &Io, index: SlotIndex) -> Option<Delivery> {
@@ -581,6 +589,8 @@ impl Core {
         };
         in_slot.at = Where::Settling;
         let (answered, purpose) = (in_slot.answered, in_slot.held.purpose);
+        let unique = in_slot.held.unique;
+        let asked = (unique, in_slot.held.opcode, in_slot.held.nodeid);
         self.end_pause();
         match slot.replayed().load(std::sync::atomic::Ordering::Relaxed) {
             n if n == Replayed::Verified as u32 => self.counters.verified_done += 1,
@@ -588,10 +598,13 @@ impl Core {
             _ => {}
         }
         let bytes = slot.copy_request();
-        let Ok(request) = Request::decode(&bytes) else {
+        let decoded = Request::decode(&bytes);
+        let Some(request) = decoded
+            .ok()
+            .filter(|r| (r.header.unique, r.opcode, r.header.nodeid) == asked)
+        else {
             // The backend changed the request under our hands.
             self.counters.protocol_errors += 1;
-            let unique = self.slots[index.get() as usize].as_ref()?.held.unique;
             return Some(Delivery {
                 index,
                 reply: Reply::Bytes(error_reply(unique, Some(Errno::EIO))),
@@ -697,10 +710,8 @@ impl Core {
     fn apply(&mut self, io: &Io, effects: &[Effect]) {
         for &effect in effects {
             match effect {
-                Effect::Forgotten(identity, vaulted) => {
-                    if vaulted {
-                        self.vault.discard(&VaultKey::Inode(identity));
-                    }
+                Effect::Forgotten(identity) => {
+                    self.vault.discard(&VaultKey::Inode(identity));
                 }
                 Effect::Known(identity, nodeid) => {
                     if self.vault.claim(&identity) {
@@ -1057,6 +1068,17 @@ impl Core {
         self.next_suspect(io);
         self.retry_waiters(io, now);
         self.start_outside(io);
+    }
+
+    /// Lets go of the room a burst of requests took outside, now that nothing is held. True if the
+    /// allocator may keep some, too.
+    pub fn shrink(&mut self) -> bool {
+        if self.slack < SLACK_MAX || self.inflight() > 0 {
+            return false;
+        }
+        self.slack = 0;
+        self.outside = VecDeque::new();
+        true
     }
 
     /// Answers a request before the backend does, if it must not wait longer.

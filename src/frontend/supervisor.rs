@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command as Process, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -483,6 +483,12 @@ impl Supervisor {
         let dying: HashSet<u32> = callers.into_iter().filter(|&pid| is_dying(pid)).collect();
         let mut core = self.shared.core.lock();
         core.tick(&self.shared.io, |pid| dying.contains(&pid));
+        let slack = core.shrink();
+        drop(core);
+        if slack {
+            // Tens of megabytes after an outage, or when the kernel forgot a million inodes.
+            sys::give_memory_back();
+        }
     }
 
     // ---- clients -----------------------------------------------------------------------------
@@ -618,6 +624,8 @@ fn answer(conn: &Conn, id: u64, errno: i32, fd: Option<OwnedFd>) -> Result<(), C
 fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
     let (ours, theirs) = Conn::pair().map_err(std::io::Error::other)?;
     let mut child = Process::new("/proc/self/exe")
+        // What `ps` shows instead of the path above.
+        .arg0("evermount")
         .arg("__backend")
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .stdout(Stdio::null())

@@ -62,8 +62,8 @@ impl Given {
 /// A consequence outside the tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// The kernel forgot this node; `true` if the vault has it.
-    Forgotten(Identity, bool),
+    /// The kernel forgot a node the vault has.
+    Forgotten(Identity),
     /// The kernel now knows an object of this identity under this node.
     Known(Identity, u64),
     /// A lock owner is through with a node: nothing of it is locked any more.
@@ -151,7 +151,10 @@ pub fn settle(tables: &mut Tables, slot: &Slot<'_>, request: &Request<'_>) -> Se
 /// One removal of lookups, with its effect.
 pub fn forget(tables: &mut Tables, nodeid: u64, count: u64, effects: &mut Vec<Effect>) {
     if let Forget::Gone { identity, vaulted } = tables.forget(nodeid, count) {
-        effects.push(Effect::Forgotten(identity, vaulted));
+        // Tens of thousands are forgotten at a time, and hardly any of them is in the vault.
+        if vaulted {
+            effects.push(Effect::Forgotten(identity));
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! One process produces, one consumes; inside of each, threads take turns by a lock of their own (no
 //! lock lives in shared memory). The consumer sleeps on a futex and is woken only if it said so.
 //! Indexes and counters are untrusted on the reading side: whatever the peer wrote, `pop` yields an
-//! index below [`SLOTS`](super::SLOTS) or nothing, and never loops.
+//! index below [`SLOTS`] or nothing, and never loops.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Duration;

@@ -177,10 +177,30 @@ impl Mount {
     pub fn replace_backend(&self) {
         let before = self.wait("serving", |s| s.outage_ms.is_none());
         let pid = before.backend_pid.unwrap();
-        kill(Pid::from_raw(pid as i32), Signal::SIGKILL).unwrap();
+        // It may have died meanwhile of an earlier kill: then its successor is the one.
+        let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
         self.wait("taken over", |s| {
             s.generation > before.generation && s.outage_ms.is_none()
         });
+    }
+
+    /// Does `work` while the backend is killed again and again. Returns the number of deaths, too.
+    pub fn under_fire<T>(&self, every: Duration, work: impl FnOnce() -> T) -> (T, u64) {
+        let before = self.status().takeovers;
+        let (work_goes_on, over) = std::sync::mpsc::channel::<()>();
+        let done = std::thread::scope(|scope| {
+            scope.spawn(move || {
+                use std::sync::mpsc::RecvTimeoutError::Timeout;
+                while over.recv_timeout(every) == Err(Timeout) {
+                    self.kill_backend();
+                }
+            });
+            let done = work();
+            drop(work_goes_on);
+            done
+        });
+        let after = self.wait("serving", |s| s.outage_ms.is_none());
+        (done, after.takeovers - before)
     }
 
     /// Keeps every backend from starting until [`Mount::end_outage`], and kills the present one.
@@ -301,6 +321,11 @@ pub fn within<T: Send + 'static>(
             std::panic::resume_unwind(thread.join().expect_err("it panicked"))
         }
     }
+}
+
+/// The long form of a test is wanted (`EVERMOUNT_LONG=1`).
+pub fn long() -> bool {
+    std::env::var_os("EVERMOUNT_LONG").is_some_and(|v| v != "0")
 }
 
 /// Mode 0777, so that tests may act as another user.

@@ -335,7 +335,18 @@ impl Dir {
             return Err(Errno::EOPNOTSUPP);
         }
         rustix::fs::fallocate(&file.fd, mode, arg.offset, arg.length)?;
+        self.modified(call, &file)?;
         Ok(Answer::Empty)
+    }
+
+    /// Takes the set-id bits away after a change the kernel sends without a flag that says so: with
+    /// `FUSE_HANDLE_KILLPRIV_V2` it leaves this to us, and the store does not do it for our rights.
+    fn modified(&self, call: &Call<'_>, file: &Handle) -> Result<(), Errno> {
+        // Whoever is not root is taken to be without CAP_FSETID.
+        if call.request.header.uid == 0 {
+            return Ok(());
+        }
+        self.clear_setid(&file.fd)
     }
 
     pub(super) fn lseek(&self, call: &Call<'_>, arg: LseekIn) -> Result<Answer, Errno> {
@@ -373,6 +384,7 @@ impl Dir {
             Some(&mut off_out),
             len,
         )?;
+        self.modified(call, &to)?;
         Ok(Answer::Data(
             if call.request.opcode == Opcode::CopyFileRange64 {
                 let bytes_copied = copied as u64;

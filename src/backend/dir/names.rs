@@ -308,7 +308,12 @@ impl Dir {
         } else {
             self.keep_victim(call, new.as_fd(), &newname, &journal.source)?
         };
+        // A whiteout is a new object, the caller's.
+        let caller = flags
+            .contains(RenameFlags::WHITEOUT)
+            .then(|| Acting::as_caller(&call.request.header, 0));
         let done = renameat_with(&old, name.as_c_str(), &new, newname.as_c_str(), flags);
+        drop(caller);
         self.settle_victim(call, victim, done)
     }
 
