@@ -6,6 +6,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::{Condvar, Mutex};
@@ -13,6 +14,9 @@ use parking_lot::{Condvar, Mutex};
 use super::core::{Core, Io, deliver};
 use crate::region::Phase;
 use crate::sys;
+
+/// A reader without room looks after this time whether there still is a mount.
+const ROOM_LIMIT: Duration = Duration::from_millis(500);
 
 /// What the threads of a front-end share.
 pub struct Shared {
@@ -52,6 +56,11 @@ impl Shared {
         let _ = self.bell.write(1);
     }
 
+    /// Lets the reader go on if it waits for room and there is some.
+    pub fn made_room(&self) {
+        self.room.notify_one();
+    }
+
     /// Reads requests until the mount is gone.
     pub fn read_requests(&self) {
         let Some(fuse) = self.io.fuse.get() else {
@@ -61,7 +70,10 @@ impl Shared {
             let (index, chunks) = {
                 let mut core = self.core.lock();
                 while !core.may_read() && !self.ended.load(Ordering::Acquire) {
-                    self.room.wait(&mut core);
+                    // With a limit: the mount may be gone meanwhile, which only a read shows.
+                    if self.room.wait_for(&mut core, ROOM_LIMIT).timed_out() {
+                        break;
+                    }
                 }
                 core.reading()
             };
@@ -98,7 +110,7 @@ impl Shared {
             };
             let taken = deliver(&self.io, &delivery);
             self.core.lock().delivered(&self.io, delivery, taken);
-            self.room.notify_one();
+            self.made_room();
             self.progress.notify_all();
         }
     }
