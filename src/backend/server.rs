@@ -18,14 +18,14 @@ use super::fault::{self, Place};
 use super::{Attempt, Backend, Call, Replayed, Vault, VaultKey, put_answer};
 use crate::control::message::{BackendMessage, BackendOptions, FrontendMessage, PROTOCOL, Source};
 use crate::control::socket::Conn;
-use crate::region::Region;
 use crate::region::slot::{Phase, Slot, SlotIndex};
+use crate::region::{Region, SLOTS};
 use crate::wire::{Errno, Request};
 
 /// Threads that serve at the start.
 const WORKERS: u32 = 2;
 /// Threads at most. More than slots would never have work.
-const WORKERS_MAX: u32 = 64;
+const WORKERS_MAX: u32 = SLOTS;
 /// A vault that does not answer for this long is a front-end that is gone.
 const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -205,9 +205,9 @@ impl Server {
                 self.idle.fetch_sub(1, Ordering::Relaxed);
                 continue;
             };
-            // A request may block in the store: somebody must be left for the next one.
-            if !requests.is_empty()
-                && self.idle.load(Ordering::Relaxed) == 0
+            // A request may block in the store: somebody must be left for the next one, also if that
+            // comes later.
+            if self.idle.load(Ordering::Relaxed) == 0
                 && self.workers.load(Ordering::Relaxed) < WORKERS_MAX
                 && let Err(e) = self.spawn_worker()
             {
