@@ -52,6 +52,11 @@ impl Shared {
         let _ = self.bell.write(1);
     }
 
+    /// Lets the reader go on if it waits for room and there is some.
+    pub fn made_room(&self) {
+        self.room.notify_one();
+    }
+
     /// Reads requests until the mount is gone.
     pub fn read_requests(&self) {
         let Some(fuse) = self.io.fuse.get() else {
@@ -98,7 +103,7 @@ impl Shared {
             };
             let taken = deliver(&self.io, &delivery);
             self.core.lock().delivered(&self.io, delivery, taken);
-            self.room.notify_one();
+            self.made_room();
             self.progress.notify_all();
         }
     }

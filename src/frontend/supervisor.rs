@@ -485,6 +485,8 @@ impl Supervisor {
         core.tick(&self.shared.io, |pid| dying.contains(&pid));
         let slack = core.shrink();
         drop(core);
+        // What was answered early made room, and there may be no reply any more that tells it.
+        self.shared.made_room();
         if slack {
             // Tens of megabytes after an outage, or when the kernel forgot a million inodes.
             sys::give_memory_back();
