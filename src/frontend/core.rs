@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use zerocopy::FromBytes;
 
+use super::callers::is_dying;
 use super::config::OutagePolicy;
 use super::vault::VaultStore;
 use crate::backend::{Replayed, VaultKey};
@@ -886,7 +887,10 @@ impl Core {
         let Service::Outage { since } = self.service else {
             return false;
         };
-        if self.apply_in_outage(io, held, request, false) {
+        // A process that ends closes its files one after the other, each with a FLUSH. So this is
+        // found out at once, not at the next tick.
+        let is_last_flush = matches!(request.op, Op::Flush(_)) && is_dying(held.pid);
+        if self.apply_in_outage(io, held, request, is_last_flush) {
             return true;
         }
         if let Some(reply) = self.remembered(request) {
@@ -902,7 +906,7 @@ impl Core {
             }
         };
         if refuse {
-            io.send(&self.refusal(request, Errno::EIO));
+            self.refuse(io, request);
         }
         refuse
     }
@@ -941,6 +945,18 @@ impl Core {
                 let mut effects = Vec::new();
                 settle::drop_owner(
                     &mut self.tables,
+    /// EIO, because of an outage.
+    fn refuse(&mut self, io: &Io, request: &Request<'_>) {
+        if let Op::Flush(flush) = request.op {
+            // The file is closed whatever the answer is, and the kernel does not unlock.
+            let mut effects = Vec::new();
+            let (nodeid, owner) = (request.header.nodeid, flush.lock_owner);
+            settle::drop_owner(&mut self.tables, nodeid, owner, false, &mut effects);
+            self.apply(io, &effects);
+        }
+        io.send(&self.refusal(request, Errno::EIO));
+    }
+
                     held.nodeid,
                     flush.lock_owner,
                     false,
@@ -1109,9 +1125,8 @@ impl Core {
         if let (Service::Outage { since }, Some(limit)) = (self.service, limit)
             && now.saturating_sub(since) > limit.as_nanos() as u64
         {
-            let reply = self.refusal(request, Errno::EIO);
             self.counters.early_answers += 1;
-            io.send(&reply);
+            self.refuse(io, request);
             return true;
         }
         if age >= Duration::from_nanos(CALLER_PATIENCE) && held.pid != 0 && is_dying(held.pid) {
