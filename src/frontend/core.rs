@@ -1269,8 +1269,17 @@ impl Core {
         left.sort_unstable();
         for (_, _, index) in left {
             let bytes = io.region.slot(index).copy_request();
-            if let Ok(request) = Request::decode(&bytes) {
-                self.hand_over(io, index, &request);
+            match Request::decode(&bytes) {
+                Ok(request) => self.hand_over(io, index, &request),
+                Err(e) => {
+                    // The last backend wrote into it. Its caller must not wait for ever.
+                    self.counters.protocol_errors += 1;
+                    tracing::error!("slot {}: {e}", index.get());
+                    let unique = self.slots[index.get() as usize]
+                        .as_ref()
+                        .map_or(0, |s| s.held.unique);
+                    self.answer_slot(io, index, error_reply(unique, Some(Errno::EIO)));
+                }
             }
         }
         self.start_outside(io);
