@@ -24,7 +24,7 @@ use crate::backend::{Replayed, VaultKey};
 use crate::pump::resolve::resolve;
 use crate::pump::settle::{self, Effect, Given, Reply, Settled, data_reply, error_reply};
 use crate::region::slot::{Phase, REPLY_SMALL, REQUEST_SMALL, SlotIndex};
-use crate::region::tables::{Lock, Tables, Waiter};
+use crate::region::tables::{Handle, Lock, Tables, Waiter};
 use crate::region::{CHUNK, CHUNKS, Identity, MAX_CHUNKS, MAX_WRITE, Region, SLOTS};
 use crate::sys;
 use crate::wire::abi::*;
@@ -47,6 +47,9 @@ const ROOT_PATIENCE: Duration = Duration::from_millis(500);
 const ERROR_PATIENCE: Duration = Duration::from_secs(1);
 /// A caller is looked at when its request is this old, nanoseconds.
 const CALLER_PATIENCE: u64 = 200_000_000;
+
+/// The attribute with the access control list of a file or directory.
+const ACCESS_ACL: &str = "system.posix_acl_access";
 
 /// What the mount does at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,6 +192,8 @@ pub struct Core {
     quarantine: VecDeque<SlotIndex>,
     sequence: u64,
     root_attr: Option<AttrOut>,
+    /// The root's access control list, or why there is none.
+    root_acl: Option<Result<Vec<u8>, Errno>>,
     statfs: Option<Vec<u8>>,
 }
 
@@ -251,6 +256,7 @@ impl Core {
             quarantine: VecDeque::new(),
             sequence: 0,
             root_attr: None,
+            root_acl: None,
             statfs: None,
         }
     }
@@ -622,7 +628,7 @@ impl Core {
             self.vault.drop_locks_of(release.fh);
         }
         self.apply(io, &effects);
-        self.remember_root(&request, &slot);
+        self.remember_root(io, &request, &slot);
         if reply == Reply::Waits {
             if !answered && let Err(errno) = self.wait_for_lock(&request, index) {
                 reply = Reply::Bytes(error_reply(request.header.unique, Some(errno)));
@@ -764,26 +770,54 @@ impl Core {
     }
 
     /// Keeps the last attributes of the root and of the file system, to answer with in an outage.
-    fn remember_root(&mut self, request: &Request<'_>, slot: &crate::region::slot::Slot<'_>) {
-        if slot.reply_header().error != 0 {
-            return;
-        }
+    fn remember_root(
+        &mut self,
+        io: &Io,
+        request: &Request<'_>,
+        slot: &crate::region::slot::Slot<'_>,
+    ) {
+        let error = slot.reply_header().error;
+        let value = || {
+            let spans = slot.reply_data(slot.reply_data_len());
+            spans.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>()
+        };
         let is_root = request.header.nodeid == ROOT_ID;
         match request.op {
+            Op::Getxattr { arg, name } if is_root && name == ACCESS_ACL && arg.size != 0 => {
+                self.root_acl = match error {
+                    0 => Some(Ok(value())),
+                    error => Some(Err(Errno::from_raw(error.saturating_neg()))),
+                };
+            }
+            _ if error != 0 => {}
             Op::Getattr(_) | Op::Setattr(_) if is_root => {
-                let bytes = slot.reply_data(size_of::<AttrOut>());
-                let bytes = bytes.first().map(|s| s.to_vec()).unwrap_or_default();
-                if let Ok(mut attr) = AttrOut::read_from_bytes(&bytes) {
+                if let Ok((mut attr, _)) = AttrOut::read_from_prefix(&value()) {
                     (attr.attr_valid, attr.attr_valid_nsec) = (0, 0);
                     self.root_attr = Some(attr);
                 }
+                if matches!(request.op, Op::Setattr(_)) {
+                    // A change of the mode changes the list.
+                    self.ask_root_acl(io);
+                }
             }
-            Op::Statfs => {
-                let bytes = slot.reply_data(slot.reply_data_len());
-                self.statfs = bytes.first().map(|s| s.to_vec());
-            }
+            Op::Setxattr { .. } | Op::Removexattr { .. } if is_root => self.ask_root_acl(io),
+            Op::Statfs => self.statfs = Some(value()),
             _ => {}
         }
+    }
+
+    /// Learns the root's access control list. Until the answer is there nothing is known of it.
+    pub fn ask_root_acl(&mut self, io: &Io) {
+        use std::os::unix::ffi::OsStrExt;
+        use zerocopy::IntoBytes;
+        self.root_acl = None;
+        let arg = GetxattrIn {
+            size: REPLY_SMALL as u32,
+            padding: 0,
+        };
+        let name = std::ffi::OsStr::new(ACCESS_ACL).as_bytes();
+        let args = [arg.as_bytes(), name, &[0]].concat();
+        self.issue_internal(io, Opcode::Getxattr, ROOT_ID, &args);
     }
 
     /// The attributes of root and file system are known.
@@ -885,7 +919,9 @@ impl Core {
     /// Answers what needs no backend: bookkeeping in an outage, and what policy refuses.
     fn answer_without_backend(&mut self, io: &Io, held: &Held, request: &Request<'_>) -> bool {
         let Service::Outage { since } = self.service else {
-            return false;
+            // The store has not answered for the root in time, so it is not asked again until it
+            // does: each of these would take a slot and half a second of somebody who only looks.
+            return self.root_is_stuck() && self.answer_from_memory(io, request);
         };
         // A process that ends closes its files one after the other, each with a FLUSH. So this is
         // found out at once, not at the next tick.
@@ -893,9 +929,7 @@ impl Core {
         if self.apply_in_outage(io, held, request, is_last_flush) {
             return true;
         }
-        if let Some(reply) = self.remembered(request) {
-            self.counters.early_answers += 1;
-            io.send(&reply);
+        if self.answer_from_memory(io, request) {
             return true;
         }
         let refuse = match self.policy {
@@ -909,6 +943,18 @@ impl Core {
             self.refuse(io, request);
         }
         refuse
+    }
+
+    /// EIO, because of an outage.
+    fn refuse(&mut self, io: &Io, request: &Request<'_>) {
+        if let Op::Flush(flush) = request.op {
+            // The file is closed whatever the answer is, and the kernel does not unlock.
+            let mut effects = Vec::new();
+            let (nodeid, owner) = (request.header.nodeid, flush.lock_owner);
+            settle::drop_owner(&mut self.tables, nodeid, owner, false, &mut effects);
+            self.apply(io, &effects);
+        }
+        io.send(&self.refusal(request, Errno::EIO));
     }
 
     /// Requests that only end something: the tables are all that has to know, since the store loses
@@ -945,18 +991,6 @@ impl Core {
                 let mut effects = Vec::new();
                 settle::drop_owner(
                     &mut self.tables,
-    /// EIO, because of an outage.
-    fn refuse(&mut self, io: &Io, request: &Request<'_>) {
-        if let Op::Flush(flush) = request.op {
-            // The file is closed whatever the answer is, and the kernel does not unlock.
-            let mut effects = Vec::new();
-            let (nodeid, owner) = (request.header.nodeid, flush.lock_owner);
-            settle::drop_owner(&mut self.tables, nodeid, owner, false, &mut effects);
-            self.apply(io, &effects);
-        }
-        io.send(&self.refusal(request, Errno::EIO));
-    }
-
                     held.nodeid,
                     flush.lock_owner,
                     false,
@@ -973,22 +1007,89 @@ impl Core {
         true
     }
 
-    /// An answer from the last known values: the root's attributes, the file system's numbers.
-    fn remembered(&self, request: &Request<'_>) -> Option<Vec<u8>> {
+    /// Answers from the last known values: the root's attributes, the file system's numbers. `df`
+    /// opens its argument first, so opening the root's directory belongs to it: a handle in the tables
+    /// is all it takes, which a backend restores when it is used.
+    fn answer_from_memory(&mut self, io: &Io, request: &Request<'_>) -> bool {
         use zerocopy::IntoBytes;
-        let unique = request.header.unique;
-        let is_root = request.header.nodeid == ROOT_ID;
-        match request.op {
-            Op::Statfs => Some(data_reply(unique, None, self.statfs.as_deref()?)),
-            Op::Getattr(_) if is_root => Some(data_reply(unique, None, self.root_attr?.as_bytes())),
-            // Asked instead of GETATTR by whoever wants the time of birth, too: `stat(1)`.
-            Op::Statx(_) if is_root => {
-                let out = statx_of(&self.root_attr?.attr);
-                Some(data_reply(unique, None, out.as_bytes()))
-            }
-            Op::Access(_) if is_root => Some(error_reply(unique, None)),
-            _ => None,
+        if !is_remembered(request.opcode, request.header.nodeid) {
+            return false;
         }
+        if let Op::Getxattr { arg, name } = request.op {
+            return name == ACCESS_ACL && self.answer_root_acl(io, request.header.unique, arg.size);
+        }
+        let (Some(root), Some(statfs)) = (&self.root_attr, &self.statfs) else {
+            return false;
+        };
+        let mut opened = None;
+        let unique = request.header.unique;
+        let reply = match request.op {
+            Op::Statfs => data_reply(unique, None, statfs),
+            Op::Getattr(_) => data_reply(unique, None, root.as_bytes()),
+            // Asked instead of GETATTR by whoever wants the time of birth, too: `stat(1)`.
+            Op::Statx(_) => data_reply(unique, None, statx_of(&root.attr).as_bytes()),
+            Op::Access(_) => error_reply(unique, None),
+            Op::Open(open) => {
+                let Ok(fh) = self.tables.reserve_handle() else {
+                    return false;
+                };
+                self.tables.open_handle(
+                    fh,
+                    Handle {
+                        nodeid: ROOT_ID,
+                        open_flags: open.flags,
+                        directory: true,
+                        uid: request.header.uid,
+                        gid: request.header.gid,
+                        pid: request.header.pid,
+                    },
+                );
+                opened = Some(fh);
+                let out = OpenOut {
+                    fh,
+                    ..OpenOut::default()
+                };
+                data_reply(unique, None, out.as_bytes())
+            }
+            _ => return false,
+        };
+        self.counters.early_answers += 1;
+        if !io.send(&reply)
+            && let Some(fh) = opened
+        {
+            self.tables.close_handle(fh);
+        }
+        true
+    }
+
+    /// The kernel asks for the list of the root before it lets anybody but the root's owner into it:
+    /// also root, and for `df` as well.
+    fn answer_root_acl(&mut self, io: &Io, unique: u64, room: u32) -> bool {
+        use zerocopy::IntoBytes;
+        let reply = match &self.root_acl {
+            None => return false,
+            Some(Err(errno)) => error_reply(unique, Some(*errno)),
+            Some(Ok(list)) if room == 0 => {
+                let size = GetxattrOut {
+                    size: list.len() as u32,
+                    padding: 0,
+                };
+                data_reply(unique, None, size.as_bytes())
+            }
+            Some(Ok(list)) if list.len() > room as usize => {
+                error_reply(unique, Some(Errno::ERANGE))
+            }
+            Some(Ok(list)) => data_reply(unique, None, list),
+        };
+        self.counters.early_answers += 1;
+        io.send(&reply);
+        true
+    }
+
+    /// A backend serves, and a request that was answered from memory is still with it.
+    fn root_is_stuck(&self) -> bool {
+        let mut answered = self.slots.iter().flatten().filter(|s| s.answered);
+        answered.any(|s| is_remembered(s.held.opcode, s.held.nodeid))
     }
 
     /// The answer to a request that is refused. A name the kernel knows is found again whatever
@@ -1110,11 +1211,7 @@ impl Core {
         if held.purpose == Purpose::Internal || held.opcode.has_no_reply() {
             return false;
         }
-        if age >= ROOT_PATIENCE
-            && let Some(reply) = self.remembered(request)
-        {
-            self.counters.early_answers += 1;
-            io.send(&reply);
+        if age >= ROOT_PATIENCE && self.answer_from_memory(io, request) {
             return true;
         }
         let limit = match self.policy {
@@ -1353,6 +1450,13 @@ pub fn deliver(io: &Io, delivery: &Delivery) -> bool {
             }
         }
     }
+}
+
+/// Requests of `df`, `stat` and kubelet, which are answered from memory if need be.
+fn is_remembered(opcode: Opcode, nodeid: u64) -> bool {
+    use Opcode::*;
+    let of_root = matches!(opcode, Getattr | Statx | Access | Opendir | Getxattr);
+    opcode == Statfs || nodeid == ROOT_ID && of_root
 }
 
 /// The answer to a STATX, without the time of birth, which nobody remembers.

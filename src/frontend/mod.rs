@@ -144,6 +144,7 @@ fn become_ready(supervisor: &mut Supervisor, shared: &Shared) -> Result<(), Fron
         let arg = GetattrIn::default();
         core.issue_internal(&shared.io, Opcode::Getattr, ROOT_ID, arg.as_bytes());
         core.issue_internal(&shared.io, Opcode::Statfs, ROOT_ID, &[]);
+        core.ask_root_acl(&shared.io);
     }
     let deadline = Instant::now() + ROOT_LIMIT;
     let mut core = shared.core.lock();
