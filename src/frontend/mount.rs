@@ -547,6 +547,11 @@ fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted,
         let text = String::from_utf8_lossy(&output.stderr);
         let message = match text.trim().trim_start_matches("fusermount3: ") {
             "" => format!("it ended with {} and no file descriptor", output.status),
+            // fusermount3 opens it with its caller's rights.
+            message if message.contains("/dev/fuse: Permission denied") => format!(
+                "{message}; users need read and write access to it (`chmod 666 /dev/fuse`, as udev \
+                 does it)"
+            ),
             message => message.to_owned(),
         };
         return Err(MountError::Fusermount {
