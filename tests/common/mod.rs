@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // each test file uses a part of it
 
+pub mod actor;
 pub mod tools;
 
 use std::fs;
@@ -123,6 +124,11 @@ impl Mount {
     /// The same path in the source.
     pub fn behind(&self, name: &str) -> PathBuf {
         self.source.join(name)
+    }
+
+    /// The directory of its socket.
+    pub fn runtime(&self) -> &Path {
+        &self.runtime
     }
 
     /// The program with this mount's environment.
@@ -321,6 +327,32 @@ pub fn within<T: Send + 'static>(
             std::panic::resume_unwind(thread.join().expect_err("it panicked"))
         }
     }
+}
+
+/// Runs `work`, which must be over within a second: what a human, kubelet or a supervisor waits for.
+/// On a machine with more work than processors nobody can promise that; there it must not hang.
+pub fn promptly<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let began = Instant::now();
+    let value = within(PATIENCE, what, work);
+    prompt(what, began.elapsed());
+    value
+}
+
+/// Checks a time for [`promptly`].
+pub fn prompt(what: &str, took: Duration) {
+    eprintln!("{what}: {:.0} ms", took.as_secs_f64() * 1e3);
+    let limit = Duration::from_secs(if overloaded() { 10 } else { 1 });
+    assert!(took <= limit, "{what} took {took:?}");
+}
+
+fn overloaded() -> bool {
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    // The last minute's average, or more that can run right now than there are processors.
+    let mut fields = load.split(['/', ' ']);
+    let average: f64 = fields.next().and_then(|f| f.parse().ok()).unwrap_or(0.0);
+    let running: usize = fields.nth(2).and_then(|f| f.parse().ok()).unwrap_or(0);
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    average > processors as f64 || running > 2 * processors
 }
 
 /// The long form of a test is wanted (`EVERMOUNT_LONG=1`).

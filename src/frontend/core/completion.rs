@@ -45,6 +45,7 @@ impl Core {
         }
         let bytes = slot.copy_request();
         let Some(request) = self.genuine(index, &bytes) else {
+            self.tables.close_handle(new_fh);
             return Some(Delivery {
                 index,
                 reply: Reply::Bytes(error_reply(unique, Some(Errno::EIO))),

@@ -18,6 +18,8 @@ mod arrival;
 mod completion;
 mod generations;
 mod outage;
+#[cfg(test)]
+mod tests;
 mod waiters;
 
 pub use completion::deliver;
