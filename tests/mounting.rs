@@ -61,6 +61,11 @@ impl Place {
         let all = fs::read_dir("/proc").unwrap().flatten();
         all.filter_map(|entry| {
             let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+            // Anybody else's environment may be locked by a program start that waits for another mount.
+            let name = fs::read(entry.path().join("comm")).ok()?;
+            if !name.starts_with(b"evermount") {
+                return None;
+            }
             let environment = fs::read(entry.path().join("environ")).ok()?;
             let mut variables = environment.split(|b| *b == 0);
             variables.any(|v| v == mark.as_bytes()).then_some(pid)

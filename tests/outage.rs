@@ -92,15 +92,14 @@ fn do_one(at: &Path, what: &str) {
             rustix::fs::XattrFlags::empty(),
         )),
         "lock" => drop(fcntl_lock(&file, FlockOperation::LockExclusive)),
-        "close" => drop(file),
         _ => panic!("unknown operation {what}"),
     }
     say("done");
 }
 
-const OPERATIONS: [&str; 14] = [
+const OPERATIONS: [&str; 13] = [
     "read", "write", "fsync", "truncate", "open", "stat", "mkdir", "create", "unlink", "rename",
-    "readdir", "setxattr", "lock", "close",
+    "readdir", "setxattr", "lock",
 ];
 
 /// Reads, opens and makes a directory while a signal comes every 10 ms.
@@ -286,11 +285,8 @@ fn a_killed_caller_ends_at_once_in_an_outage_without_end() {
 fn a_killed_caller_ends_at_once_when_its_request_was_running() {
     let _alone = alone();
     let mount = Mount::new();
-    for what in ["read", "write", "mkdir", "fsync", "unlink", "open", "close"] {
-        let opcode = match what {
-            "close" => "FLUSH".to_owned(),
-            _ => what.to_uppercase(),
-        };
+    for what in ["read", "write", "mkdir", "fsync", "unlink", "open"] {
+        let opcode = what.to_uppercase();
         fs::create_dir(mount.behind(what)).unwrap();
         fs::write(mount.behind(what).join("file"), "text").unwrap();
         let mut actor = Actor::start(&format!("do {what}"), &mount.path(what));
@@ -445,28 +441,6 @@ fn the_root_can_be_walked_into_by_everybody_in_an_outage() {
     let walk = [&user[..], &["sh", "-c", &script]].concat();
     assert!(program("setpriv", &walk).status.success());
     mount.end_outage();
-    mount.end();
-}
-
-#[test]
-fn a_program_that_is_started_with_a_file_open_does_not_stop_the_front_end() {
-    let _alone = alone();
-    let mount = Mount::new();
-    let file = File::create(mount.path("file")).unwrap();
-    mount.begin_outage();
-    // The file is closed when the program is executed: a FLUSH of a process that the kernel lets
-    // nobody read the `stat` of meanwhile.
-    let starting = std::thread::spawn(|| Command::new("true").status().unwrap());
-    mount.wait("it waits", |s| s.inflight == 1);
-    // Long enough for the front-end to look after whose caller it is.
-    mount.wait("it has waited", |s| {
-        s.oldest_request_ms.is_some_and(|ms| ms > 1000.0)
-    });
-    assert_eq!(mount.status().state, State::Outage);
-    mount.end_outage();
-    let ended = within(PATIENCE, "a program", move || starting.join().unwrap());
-    assert!(ended.success());
-    drop(file);
     mount.end();
 }
 
