@@ -61,6 +61,11 @@ impl Place {
         let all = fs::read_dir("/proc").unwrap().flatten();
         all.filter_map(|entry| {
             let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+            // The environment of a process that is stuck in an `execve` cannot be read: only of ours.
+            let name = fs::read_to_string(entry.path().join("comm")).ok()?;
+            if !name.starts_with("evermount") {
+                return None;
+            }
             let environment = fs::read(entry.path().join("environ")).ok()?;
             let mut variables = environment.split(|b| *b == 0);
             variables.any(|v| v == mark.as_bytes()).then_some(pid)
