@@ -36,10 +36,23 @@ pub fn readv(fd: BorrowedFd<'_>, into: &[Span<'_>]) -> io::Result<usize> {
     check(unsafe { libc::readv(fd.as_raw_fd(), iovecs(into), into.len() as i32) })
 }
 
-/// `writev(2)` from shared memory.
-pub fn writev(fd: BorrowedFd<'_>, from: &[Span<'_>]) -> io::Result<usize> {
-    // SAFETY: as for `readv`, reading.
-    check(unsafe { libc::writev(fd.as_raw_fd(), iovecs(from), from.len() as i32) })
+/// `writev(2)` of bytes of this process and then from shared memory, in one message.
+pub fn write_message(fd: BorrowedFd<'_>, head: &[u8], data: &[Span<'_>]) -> io::Result<usize> {
+    let mut iov = vec![libc::iovec {
+        iov_base: head.as_ptr().cast_mut().cast(),
+        iov_len: head.len(),
+    }];
+    iov.extend(data.iter().map(Span::iovec));
+    // SAFETY: `head` and the spans outlive the call, which only reads them.
+    check(unsafe { libc::writev(fd.as_raw_fd(), iov.as_ptr(), iov.len() as i32) })
+}
+
+/// Children can be waited for, whatever this process inherited (`SIG_IGN` would make them vanish).
+pub fn children_can_be_waited_for() {
+    // SAFETY: the default action runs no code of ours.
+    unsafe {
+        libc::signal(libc::SIGCHLD, libc::SIG_DFL);
+    }
 }
 
 /// `preadv(2)` into shared memory.

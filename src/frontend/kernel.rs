@@ -6,6 +6,7 @@
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::{Condvar, Mutex};
@@ -13,6 +14,9 @@ use parking_lot::{Condvar, Mutex};
 use super::core::{Core, Io, deliver};
 use crate::region::Phase;
 use crate::sys;
+
+/// A reader without room looks after this time whether there still is a mount.
+const ROOM_LIMIT: Duration = Duration::from_millis(500);
 
 /// What the threads of a front-end share.
 pub struct Shared {
@@ -66,7 +70,10 @@ impl Shared {
             let (index, chunks) = {
                 let mut core = self.core.lock();
                 while !core.may_read() && !self.ended.load(Ordering::Acquire) {
-                    self.room.wait(&mut core);
+                    // With a limit: the mount may be gone meanwhile, which only a read shows.
+                    if self.room.wait_for(&mut core, ROOM_LIMIT).timed_out() {
+                        break;
+                    }
                 }
                 core.reading()
             };

@@ -83,6 +83,7 @@ pub fn run(
 /// Backend first, mount last: what fails before leaves no trace in the file system.
 fn begin(config: FrontendConfig) -> Result<Supervisor, FrontendError> {
     crate::sys::use_one_heap();
+    crate::sys::children_can_be_waited_for();
     supervisor::block_signals().map_err(io("block signals"))?;
     let nofile = raise_nofile();
     let region = Region::create().map_err(io("create the session region"))?;

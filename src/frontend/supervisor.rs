@@ -41,6 +41,12 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A backend that was told to retire, or that closed its socket, has this long to exit.
 const EXIT_LIMIT: Duration = Duration::from_millis(500);
+/// Messages of a backend that are dealt with before anything else has its turn.
+const MESSAGES_PER_STEP: usize = 64;
+/// A backend that does not take an answer for this long is not worth waiting for.
+const SEND_LIMIT: Duration = Duration::from_secs(1);
+/// Generations in a row that died over their first request, after which the next one has to wait.
+const FRUITLESS_MAX: u32 = 5;
 /// Clients that may be connected at a time.
 const CLIENTS_MAX: usize = 32;
 
@@ -70,6 +76,8 @@ pub struct Supervisor {
     generation: u32,
     /// Starts that came to nothing since the last that served.
     failures: u32,
+    /// Generations in a row that served and died without having answered anything.
+    fruitless: u32,
     takeovers: u64,
     backend_version: Option<String>,
     root: Option<Identity>,
@@ -94,6 +102,7 @@ impl Supervisor {
             start_at: Some(Instant::now()),
             generation: 0,
             failures: 0,
+            fruitless: 0,
             takeovers: 0,
             backend_version: None,
             root: None,
@@ -159,10 +168,12 @@ impl Supervisor {
             self.end_signal();
         }
         if woken.conn {
-            self.hear_backend();
+            // Bounded: a backend that talks without end must not keep everything else waiting.
+            self.hear_backend(MESSAGES_PER_STEP);
         }
         if woken.exited {
-            self.hear_backend();
+            // All it said before it died, which is no more than a socket buffer holds.
+            self.hear_backend(usize::MAX);
             self.backend_exited();
         }
         if woken.listener {
@@ -272,8 +283,8 @@ impl Supervisor {
         self.start_at = Some(Instant::now() + backoff(self.failures));
     }
 
-    fn hear_backend(&mut self) {
-        loop {
+    fn hear_backend(&mut self, messages: usize) {
+        for _ in 0..messages {
             let Some(backend) = &mut self.backend else {
                 return;
             };
@@ -341,6 +352,8 @@ impl Supervisor {
                     VaultKey::Root | VaultKey::Lock { .. } => true,
                 };
                 let kept = match fds.into_iter().next() {
+                    // The root is the first generation's; no later one may change what is served.
+                    Some(_) if key == VaultKey::Root && core.vault.has(&key) => Err(Errno::EBUSY),
                     Some(fd) => core.vault.deposit(key, fd, known),
                     None => Err(Errno::EBADF),
                 };
@@ -372,6 +385,8 @@ impl Supervisor {
         };
         if let Err(e) = sent {
             tracing::warn!("answer to the backend: {e}");
+            // It does not listen, so it would wait for ever.
+            backend.kill_at = Some(Instant::now());
         }
     }
 
@@ -399,6 +414,7 @@ impl Supervisor {
             self.takeovers += 1;
         }
         core.backend_ready(&self.shared.io, generation, needs_paths);
+        self.shared.made_room();
         let stale = std::mem::take(&mut core.stale);
         drop(core);
         self.shared.progress.notify_all();
@@ -443,21 +459,27 @@ impl Supervisor {
         let Some(mut backend) = self.backend.take() else {
             return;
         };
-        let status = match backend.child.wait() {
-            Ok(status) => status,
-            Err(e) => return tracing::error!("cannot wait for the backend: {e}"),
-        };
+        // Without a status (somebody else has waited for it) the cause is unknown.
+        let status = backend.child.wait();
+        let own_doing = status.as_ref().is_ok_and(|status| own_doing(*status));
         let mut core = self.shared.core.lock();
-        core.backend_died(&self.shared.io, own_doing(status));
+        let fruitful = core.backend_died(&self.shared.io, own_doing);
         drop(core);
-        let reason = backend.failed.unwrap_or_else(|| describe(status));
-        if backend.ready {
-            tracing::warn!("backend {} ended: {reason}", backend.generation);
-            self.reason = Some(reason);
-            self.start_at = Some(Instant::now());
-            self.start_backend();
-        } else {
-            self.start_failed(reason);
+        self.shared.made_room();
+        let reason = backend.failed.unwrap_or_else(|| match status {
+            Ok(status) => describe(status),
+            Err(e) => format!("backend ended, nobody knows how: {e}"),
+        });
+        if !backend.ready {
+            return self.start_failed(reason);
+        }
+        tracing::warn!("backend {} ended: {reason}", backend.generation);
+        self.reason = Some(reason);
+        self.fruitless = if fruitful { 0 } else { self.fruitless + 1 };
+        let now = Instant::now();
+        match self.fruitless.checked_sub(FRUITLESS_MAX) {
+            None => self.start_backend(),
+            Some(more) => self.start_at = Some(now + backoff(more + 1)),
         }
     }
 
@@ -484,9 +506,16 @@ impl Supervisor {
         let mut core = self.shared.core.lock();
         core.tick(&self.shared.io, |pid| dying.contains(&pid));
         let slack = core.shrink();
+        let stale = match core.service {
+            Service::Serving => std::mem::take(&mut core.stale),
+            Service::Outage { .. } => Vec::new(),
+        };
         drop(core);
         // What was answered early made room, and there may be no reply any more that tells it.
         self.shared.made_room();
+        if !stale.is_empty() {
+            self.invalidate(stale);
+        }
         if slack {
             // Tens of megabytes after an outage, or when the kernel forgot a million inodes.
             sys::give_memory_back();
@@ -632,7 +661,9 @@ fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .stdout(Stdio::null())
         .spawn()?;
-    match sys::pidfd_open(child.id()) {
+    let limited = ours.set_timeout(Some(SEND_LIMIT));
+    let limited = limited.map_err(std::io::Error::other);
+    match limited.and_then(|()| sys::pidfd_open(child.id())) {
         Ok(pidfd) => Ok((child, pidfd, ours)),
         Err(e) => {
             let _ = child.kill();

@@ -118,13 +118,13 @@ impl VaultStore {
         }
     }
 
-    /// There are locks that end with this handle.
-    pub fn has_locks_of(&self, fh: u64) -> bool {
-        self.locks.values().any(|d| d.fh == fh)
-    }
-
     /// Drops the locks that end with a handle.
     pub fn drop_locks_of(&mut self, fh: u64) {
         self.locks.retain(|_, d| d.fh != fh);
+    }
+
+    /// Drops the locks nobody answers for.
+    pub fn keep_locks(&mut self, wanted: impl Fn(&VaultKey) -> bool) {
+        self.locks.retain(|key, _| wanted(key));
     }
 }

@@ -74,15 +74,10 @@ fn handle_ref(tables: &Tables, fh: u64) -> HandleRef {
 
 fn lock_flags(tables: &Tables, request: &Request<'_>) -> u32 {
     let nodeid = request.header.nodeid;
-    let mut flags = 0;
     match request.op {
         Op::Flush(flush) if tables.has_locks(nodeid, flush.lock_owner, false) => {
-            flags |= HandleRef::OWNER_HAS_LOCKS;
+            HandleRef::OWNER_HAS_LOCKS
         }
-        Op::Release(release) if !tables.locks_through(release.fh).is_empty() => {
-            flags |= HandleRef::HAS_LOCKS;
-        }
-        _ => {}
+        _ => 0,
     }
-    flags
 }

@@ -28,8 +28,8 @@ pub struct Settled {
 pub enum Reply {
     /// The operation has none (FORGET).
     None,
-    /// As they lie in the slot.
-    FromSlot,
+    /// This header, and the data as it lies in the slot.
+    FromSlot(OutHeader),
     /// These: header and data.
     Bytes(Vec<u8>),
     /// None now: a lock that must wait.
@@ -66,15 +66,6 @@ pub enum Effect {
     Forgotten(Identity),
     /// The kernel now knows an object of this identity under this node.
     Known(Identity, u64),
-    /// A lock owner is through with a node: nothing of it is locked any more.
-    LocksGone {
-        /// The node.
-        nodeid: u64,
-        /// The lock owner.
-        owner: u64,
-        /// Of `flock(2)`.
-        flock: bool,
-    },
     /// A lock owner's locks on a node were last changed through this handle, whose end ends them.
     LockedThrough {
         /// The node.
@@ -121,14 +112,15 @@ fn may_be_unsupported(opcode: Opcode) -> bool {
     matches!(opcode, Bmap | Poll | Setupmapping | Removemapping)
 }
 
-/// Changes the tables as the reply in `slot` demands.
-pub fn settle(tables: &mut Tables, slot: &Slot<'_>, request: &Request<'_>) -> Settled {
+/// Changes the tables as the reply in `slot` demands. `new_fh` is the handle that was reserved for it.
+pub fn settle(tables: &mut Tables, slot: &Slot<'_>, request: &Request<'_>, new_fh: u64) -> Settled {
     let mut s = Settling {
         tables,
         slot,
         request,
         unique: request.header.unique,
         nodeid: request.header.nodeid,
+        new_fh,
         given: Given::default(),
         effects: Vec::new(),
     };
@@ -175,45 +167,42 @@ pub fn forget_all(tables: &mut Tables, request: &Request<'_>) -> Vec<Effect> {
     effects
 }
 
-/// Removes every lock of an owner on a node.
-pub fn drop_owner(
-    tables: &mut Tables,
-    nodeid: u64,
-    owner: u64,
-    flock: bool,
-    effects: &mut Vec<Effect>,
-) {
-    effects.push(Effect::LocksGone {
-        nodeid,
-        owner,
-        flock,
-    });
-    if tables.unlock_owner(nodeid, owner, flock) {
+/// Removes every `fcntl(2)` lock of an owner on a node.
+pub fn drop_owner(tables: &mut Tables, nodeid: u64, owner: u64, effects: &mut Vec<Effect>) {
+    if tables.unlock_owner(nodeid, owner, false) {
         effects.push(Effect::Unlocked(nodeid));
     }
 }
 
-/// What the end of a handle means for the tables.
-pub fn release(tables: &mut Tables, request: &Request<'_>) -> Vec<Effect> {
+/// What the end of a handle means for the tables: the locks that were last taken through it end.
+/// For OFD locks the kernel sends no unlock; for a flock it does not matter what owner RELEASE names,
+/// since it comes late and the number may be another open file's by then.
+pub fn release(tables: &mut Tables, fh: u64) -> Vec<Effect> {
     let mut effects = Vec::new();
-    let Op::Release(arg) = request.op else {
-        return effects;
-    };
-    if arg.release_flags & RELEASE_FLOCK_UNLOCK != 0 {
-        drop_owner(
-            tables,
-            request.header.nodeid,
-            arg.lock_owner,
-            true,
-            &mut effects,
-        );
+    for (nodeid, owner, flock) in tables.locks_through(fh) {
+        if tables.unlock_owner(nodeid, owner, flock) {
+            effects.push(Effect::Unlocked(nodeid));
+        }
     }
-    // OFD locks: the kernel sends no unlock for them, the end of the handle is their end.
-    for (nodeid, owner, flock) in tables.locks_through(arg.fh) {
-        drop_owner(tables, nodeid, owner, flock, &mut effects);
-    }
-    tables.close_handle(arg.fh);
+    tables.close_handle(fh);
     effects
+}
+
+/// The lock a GETLK, SETLK or SETLKW asks for.
+pub fn lock_of(request: &Request<'_>) -> Option<Lock> {
+    let (Op::Getlk(lk) | Op::Setlk(lk)) = request.op else {
+        return None;
+    };
+    Some(Lock {
+        nodeid: request.header.nodeid,
+        owner: lk.owner,
+        flock: lk.lk_flags & LK_FLOCK != 0,
+        exclusive: lk.lk.typ == libc::F_WRLCK as u32,
+        start: lk.lk.start,
+        end: lk.lk.end,
+        pid: lk.lk.pid,
+        fh: lk.fh,
+    })
 }
 
 struct Settling<'a> {
@@ -222,6 +211,7 @@ struct Settling<'a> {
     request: &'a Request<'a>,
     unique: u64,
     nodeid: u64,
+    new_fh: u64,
     given: Given,
     effects: Vec<Effect>,
 }
@@ -235,7 +225,7 @@ impl Settling<'_> {
     fn failure(&mut self, errno: Errno) -> Reply {
         let opcode = self.request.opcode;
         if opcode.opens_handle() {
-            self.tables.close_handle(self.slot.annex().new_fh);
+            self.tables.close_handle(self.new_fh);
         }
         if let Op::Setlk(lk) = self.request.op
             && lk.lk_flags & LK_FLOCK != 0
@@ -259,8 +249,10 @@ impl Settling<'_> {
     }
 
     fn released(&mut self) {
-        let effects = release(self.tables, self.request);
-        self.effects.extend(effects);
+        if let Op::Release(arg) = self.request.op {
+            let effects = release(self.tables, arg.fh);
+            self.effects.extend(effects);
+        }
     }
 
     /// A private copy of the reply's data, which must be at least `T`.
@@ -310,21 +302,28 @@ impl Settling<'_> {
             }
             Op::Getattr(_) | Op::Setattr(_) => {
                 let out: AttrOut = self.data()?;
-                if out.attr.mode & libc::S_IFMT == 0 {
-                    return Err(Errno::EIO);
-                }
+                self.plausible(out.attr.mode, out.attr.size)?;
                 self.tables.note_attr(self.nodeid, &out.attr);
+                return Ok(self.bytes(out.as_bytes()));
+            }
+            Op::Statx(_) => {
+                let out: StatxOut = self.data()?;
+                self.plausible(out.stat.mode.into(), out.stat.size)?;
+                return Ok(self.bytes(out.as_bytes()));
+            }
+            Op::Statfs => {
+                let out: Kstatfs = self.data()?;
+                return Ok(self.bytes(out.as_bytes()));
             }
             Op::Release(_) => self.released(),
             Op::Flush(flush) => drop_owner(
                 self.tables,
                 self.nodeid,
                 flush.lock_owner,
-                false,
                 &mut self.effects,
             ),
             Op::Setlk(lk) => self.locked(&lk)?,
-            Op::Getlk(lk) => return self.found_lock(&lk),
+            Op::Getlk(_) => return self.found_lock(),
             Op::Write(write) => {
                 let out: WriteOut = self.data()?;
                 if out.size > write.size {
@@ -333,7 +332,24 @@ impl Settling<'_> {
             }
             _ => {}
         }
-        Ok(Reply::FromSlot)
+        Ok(Reply::FromSlot(OutHeader {
+            len: (size_of::<OutHeader>() + self.slot.reply_data_len()) as u32,
+            error: 0,
+            unique: self.unique,
+        }))
+    }
+
+    /// Attributes of another kind of object, or of no possible size, would make the kernel give the
+    /// inode up for good (`fuse_make_bad`).
+    fn plausible(&self, mode: u32, size: u64) -> Result<(), Errno> {
+        let known = self.tables.node(self.nodeid).map_or(0, |n| n.mode);
+        let same = known == 0 || (known ^ mode) & libc::S_IFMT == 0;
+        let sane = mode & libc::S_IFMT != 0 && i64::try_from(size).is_ok();
+        if same && sane {
+            Ok(())
+        } else {
+            Err(Errno::EIO)
+        }
     }
 
     /// Gives the kernel a node for an object, and counts the lookup.
@@ -343,7 +359,9 @@ impl Settling<'_> {
         identity: &Identity,
         name: Option<&std::ffi::OsStr>,
     ) -> Result<(), Errno> {
-        if identity.is_none() || entry.attr.mode & libc::S_IFMT == 0 {
+        let impossible =
+            entry.attr.mode & libc::S_IFMT == 0 || i64::try_from(entry.attr.size).is_err();
+        if identity.is_none() || impossible {
             return Err(Errno::EIO);
         }
         let name = name.filter(|n| *n != "." && *n != "..");
@@ -389,7 +407,7 @@ impl Settling<'_> {
                 // Created and opened in the store, but there is no way to say so.
                 self.effects.push(Effect::OrphanHandle {
                     nodeid: self.nodeid,
-                    fh: self.slot.annex().new_fh,
+                    fh: self.new_fh,
                     directory: false,
                 });
                 let given = std::mem::take(&mut self.given);
@@ -403,7 +421,7 @@ impl Settling<'_> {
 
     fn opened(&mut self, mut out: OpenOut, nodeid: u64, open_flags: u32) -> OpenOut {
         let h = &self.request.header;
-        let fh = self.slot.annex().new_fh;
+        let fh = self.new_fh;
         self.tables.open_handle(
             fh,
             Handle {
@@ -437,6 +455,16 @@ impl Settling<'_> {
                 break;
             };
             let name = name.to_vec();
+            let size = direntplus_size(name.len());
+            if at + size > bytes.len() || name.is_empty() || name.contains(&b'/') {
+                // The kernel stops here, too, and counts nothing (`parse_dirplusfile`).
+                break;
+            }
+            if name == b"." || name == b".." {
+                // Nor does it count these.
+                entry.nodeid = 0;
+                bytes[at..at + size_of::<EntryOut>()].copy_from_slice(entry.as_bytes());
+            }
             if entry.nodeid != 0 {
                 use std::os::unix::ffi::OsStrExt;
                 let name = std::ffi::OsStr::from_bytes(&name);
@@ -450,27 +478,14 @@ impl Settling<'_> {
                 }
                 bytes[at..at + size_of::<EntryOut>()].copy_from_slice(entry.as_bytes());
             }
-            at += direntplus_size(name.len());
+            at += size;
         }
         bytes.truncate(at.min(bytes.len()));
         Ok(self.bytes(&bytes))
     }
 
-    fn lock_of(&self, lk: &LkIn) -> Lock {
-        Lock {
-            nodeid: self.nodeid,
-            owner: lk.owner,
-            flock: lk.lk_flags & LK_FLOCK != 0,
-            exclusive: lk.lk.typ == libc::F_WRLCK as u32,
-            start: lk.lk.start,
-            end: lk.lk.end,
-            pid: lk.lk.pid,
-            fh: lk.fh,
-        }
-    }
-
     fn locked(&mut self, lk: &LkIn) -> Result<(), Errno> {
-        let lock = self.lock_of(lk);
+        let lock = lock_of(self.request).ok_or(Errno::EIO)?;
         if lk.lk.typ == libc::F_UNLCK as u32 {
             if lock.flock {
                 self.tables.unlock_owner(lock.nodeid, lock.owner, true);
@@ -494,21 +509,20 @@ impl Settling<'_> {
     }
 
     /// The store names no process for a lock that is held through this mount; the tables do.
-    fn found_lock(&mut self, lk: &LkIn) -> Result<Reply, Errno> {
+    fn found_lock(&mut self) -> Result<Reply, Errno> {
         let mut out: LkOut = self.data()?;
         if out.lk.typ != libc::F_UNLCK as u32 {
-            let mut wanted = self.lock_of(lk);
+            let wanted = lock_of(self.request).ok_or(Errno::EIO)?;
             if let Some(held) = self.tables.conflict(&wanted) {
-                wanted = held;
                 out.lk = FileLock {
-                    start: wanted.start,
-                    end: wanted.end,
-                    typ: if wanted.exclusive {
+                    start: held.start,
+                    end: held.end,
+                    typ: if held.exclusive {
                         libc::F_WRLCK as u32
                     } else {
                         libc::F_RDLCK as u32
                     },
-                    pid: wanted.pid,
+                    pid: held.pid,
                 };
             }
         }

@@ -183,6 +183,10 @@ impl Span<'_> {
         self.iov.iov_len
     }
 
+    pub(crate) fn iovec(&self) -> libc::iovec {
+        self.iov
+    }
+
     /// Copies the bytes out, for data that has to be looked at.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len()];

@@ -58,9 +58,16 @@ impl<'m> Ring<'m> {
     }
 
     /// Consumer: forgets what a dead producer left. Only between two generations.
+    ///
+    /// Wakes a sleeping consumer, which announces itself again: the dead producer may have wiped
+    /// the first announcement out. Head and tail move by one, so that a consumer that is about to
+    /// sleep on the old tail does not.
     pub fn producer_is_gone(&self) {
-        let head = self.head().load(Ordering::Relaxed);
-        self.tail().store(head, Ordering::Release);
+        let head = self.head().load(Ordering::Relaxed).wrapping_add(1);
+        self.head().store(head, Ordering::Relaxed);
+        self.sleepers().store(0, Ordering::Relaxed);
+        self.tail().store(head, Ordering::SeqCst);
+        self.wake_all();
     }
 
     /// Appends an index and rings the bell if the consumer sleeps. One producer at a time.
@@ -81,7 +88,7 @@ impl<'m> Ring<'m> {
     ///
     /// An entry that is no slot index is skipped; a distance that cannot be counts as empty.
     pub fn pop(&self) -> Option<SlotIndex> {
-        loop {
+        for _ in 0..CAPACITY {
             let head = self.head().load(Ordering::Relaxed);
             // SYNC: pairs with the store of the tail in `push`.
             let waiting = self.tail().load(Ordering::Acquire).wrapping_sub(head);
@@ -94,6 +101,7 @@ impl<'m> Ring<'m> {
                 return Some(index);
             }
         }
+        None
     }
 
     /// Entries waiting.
@@ -108,7 +116,7 @@ impl<'m> Ring<'m> {
         self.len() == 0
     }
 
-    /// Sleeps until an entry may have arrived, somebody calls [`Ring::wake_all`], or the timeout is over.
+    /// Sleeps until an entry may have arrived, or the timeout is over. May return for no reason.
     pub fn wait(&self, timeout: Option<Duration>) {
         self.sleepers().fetch_add(1, Ordering::Relaxed);
         // SYNC: pairs with the fence in `push`.
@@ -118,11 +126,14 @@ impl<'m> Ring<'m> {
         if waiting == 0 || waiting > CAPACITY {
             sys::futex_wait(self.tail(), tail, timeout);
         }
-        self.sleepers().fetch_sub(1, Ordering::Relaxed);
+        // Not below 0: it may have been reset meanwhile.
+        let one_less = |n: u32| n.checked_sub(1);
+        let _ = self
+            .sleepers()
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less);
     }
 
-    /// Wakes every sleeper.
-    pub fn wake_all(&self) {
+    fn wake_all(&self) {
         sys::futex_wake(self.tail(), i32::MAX as u32);
     }
 }

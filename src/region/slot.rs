@@ -71,23 +71,19 @@ pub enum Phase {
     /// Read, and certainly not executed.
     Queued = 2,
     /// Taken by the backend, which looks at the store but has changed nothing in it.
-    Preparing = 6,
+    Preparing = 5,
     /// Perhaps executed: the journal says what was there before.
     Running = 3,
     /// Executed; the reply is complete.
     ReplyReady = 4,
-    /// The caller was answered early; the request is never issued again.
-    Abandoned = 5,
 }
 
 impl Phase {
     fn from_raw(raw: u32) -> Option<Phase> {
         use Phase::*;
-        [
-            Free, Reading, Queued, Preparing, Running, ReplyReady, Abandoned,
-        ]
-        .into_iter()
-        .find(|p| *p as u32 == raw)
+        [Free, Reading, Queued, Preparing, Running, ReplyReady]
+            .into_iter()
+            .find(|p| *p as u32 == raw)
     }
 }
 
@@ -129,8 +125,6 @@ pub struct HandleRef {
 impl HandleRef {
     /// The lock owner of this request holds locks on this node.
     pub const OWNER_HAS_LOCKS: u32 = 1;
-    /// Locks were taken through this handle.
-    pub const HAS_LOCKS: u32 = 2;
 }
 
 /// What the pump adds to a request so that the backend needs no table.
@@ -178,13 +172,10 @@ pub struct Journal {
 }
 
 const PHASE: usize = 0;
-const GENERATION: usize = 4;
 const SEQUENCE: usize = 8;
 const REQUEST_LEN: usize = 16;
 const REPLY_LEN: usize = 20;
-const FD_INDEX: usize = 24;
 const REPLY_SPACE: usize = 28;
-const STEP: usize = 32;
 const REPLAYED: usize = 36;
 const REQUEST_CHUNKS: usize = 64;
 const REPLY_CHUNKS: usize = REQUEST_CHUNKS + 2 * (MAX_CHUNKS + 1);
@@ -231,16 +222,6 @@ impl<'r> Slot<'r> {
         self.word(PHASE).store(phase as u32, Ordering::Release);
     }
 
-    /// Generation that has it.
-    pub fn generation(&self) -> u32 {
-        self.word(GENERATION).load(Ordering::Relaxed)
-    }
-
-    /// Notes the generation it is handed to.
-    pub fn set_generation(&self, generation: u32) {
-        self.word(GENERATION).store(generation, Ordering::Relaxed);
-    }
-
     /// Position in the order of arrival.
     pub fn sequence(&self) -> u64 {
         self.sequence_word().load(Ordering::Relaxed)
@@ -255,11 +236,6 @@ impl<'r> Slot<'r> {
         self.memory().u64(self.at(SEQUENCE))
     }
 
-    /// Number of table changes of this slot's reply that are done.
-    pub fn step(&self) -> &'r AtomicU32 {
-        self.word(STEP)
-    }
-
     /// How a repeated request was answered (a number of `backend::Replayed`).
     pub fn replayed(&self) -> &'r AtomicU32 {
         self.word(REPLAYED)
@@ -271,10 +247,9 @@ impl<'r> Slot<'r> {
         (self.word(REQUEST_LEN).load(Ordering::Relaxed) as usize).min(max)
     }
 
-    /// Notes the bytes of the request and the connection it was read from.
-    pub fn set_request(&self, len: usize, fd_index: u32) {
+    /// Notes the bytes of the request.
+    pub fn set_request_len(&self, len: usize) {
         self.word(REQUEST_LEN).store(len as u32, Ordering::Relaxed);
-        self.word(FD_INDEX).store(fd_index, Ordering::Relaxed);
     }
 
     fn chunk_list(&self, list: usize) -> Vec<u16> {

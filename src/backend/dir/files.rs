@@ -22,8 +22,7 @@ use crate::region::slot::{HandleRef, Journal, NodeRef};
 use crate::sys;
 use crate::wire::abi::{
     CopyFileRangeIn, CopyFileRangeOut, FSYNC_FDATASYNC, FallocateIn, FlushIn, FsyncIn, Kstatfs,
-    LseekIn, LseekOut, OPEN_KILL_SUIDGID, OpenIn, ReadIn, ReleaseIn, WRITE_KILL_SUIDGID, WriteIn,
-    WriteOut,
+    LseekIn, LseekOut, OPEN_KILL_SUIDGID, OpenIn, ReadIn, WRITE_KILL_SUIDGID, WriteIn, WriteOut,
 };
 use crate::wire::{Errno, Opcode};
 
@@ -189,7 +188,10 @@ impl Dir {
         let file = self.file(call)?;
         let flags = arg.flags as i32;
         let data = call.write_data();
-        let written = if flags & libc::O_APPEND != 0 && arg.write_flags & WRITE_CACHE == 0 {
+        // One O_DIRECT write comes as several requests at a time, in any order: there the kernel's
+        // offsets say what goes where.
+        let placed = arg.write_flags & WRITE_CACHE != 0 || flags & libc::O_DIRECT != 0;
+        let written = if flags & libc::O_APPEND != 0 && !placed {
             self.append(call, &file, &data, attempt)?
         } else {
             if attempt.is_again() {
@@ -282,7 +284,7 @@ impl Dir {
     /// Lets the store say what it could not write: closing a duplicate is what `close(2)` would do.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         if call.annex.handle.flags & HandleRef::OWNER_HAS_LOCKS != 0 {
-            self.unlock_owner(call, arg.lock_owner, false)?;
+            self.unlock_owner(call, arg.lock_owner)?;
         }
         if let Some(file) = self.handles.get(call.annex.handle.fh) {
             nix::unistd::close(file.fd.try_clone()?)?;
@@ -290,9 +292,9 @@ impl Dir {
         Ok(Answer::Empty)
     }
 
-    pub(super) fn release(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<Answer, Errno> {
+    pub(super) fn release(&self, call: &Call<'_>) -> Result<Answer, Errno> {
         self.handles.remove(call.annex.handle.fh);
-        self.unlock_handle(call, arg)?;
+        self.unlock_handle(call)?;
         Ok(Answer::Empty)
     }
 

@@ -16,10 +16,9 @@ use rustix::fs::FlockOperation;
 use zerocopy::IntoBytes;
 
 use super::{Answer, Call, Dir, Stripes, VaultKey};
-use crate::region::slot::HandleRef;
 use crate::sys;
 use crate::wire::Errno;
-use crate::wire::abi::{FileLock, LK_FLOCK, LkIn, LkOut, RELEASE_FLOCK_UNLOCK, ReleaseIn};
+use crate::wire::abi::{FileLock, LK_FLOCK, LkIn, LkOut};
 
 /// The last byte a lock can cover: `OFFSET_MAX`, which means "to the end".
 const END: u64 = i64::MAX as u64;
@@ -141,17 +140,12 @@ impl Dir {
         Ok(Answer::Data(LkOut { lk }.as_bytes().to_vec()))
     }
 
-    /// Drops all locks an owner has on the request's node.
-    pub(super) fn unlock_owner(
-        &self,
-        call: &Call<'_>,
-        owner: u64,
-        flock: bool,
-    ) -> Result<(), Errno> {
+    /// Drops all `fcntl(2)` locks an owner has on the request's node.
+    pub(super) fn unlock_owner(&self, call: &Call<'_>, owner: u64) -> Result<(), Errno> {
         let owner = Owner {
             nodeid: call.annex.node.nodeid,
             owner,
-            flock,
+            flock: false,
         };
         let _alone = self.locks.owners.lock(owner);
         if let Some(fd) = self.description(call, owner)? {
@@ -160,31 +154,22 @@ impl Dir {
         Ok(())
     }
 
-    /// Drops what goes with a handle: its flock, and the locks its open file description owned. For
-    /// the latter the kernel sends no unlock; the owner is that description, so no other handle has
-    /// a share in them. Locks of an earlier generation that nobody asked for since are not known here:
-    /// the vault has the only descriptor, and whoever keeps the lock table discards it there.
-    pub(super) fn unlock_handle(&self, call: &Call<'_>, arg: ReleaseIn) -> Result<(), Errno> {
-        if arg.release_flags & RELEASE_FLOCK_UNLOCK != 0 {
-            self.unlock_owner(call, arg.lock_owner, true)?;
-        }
-        let handle = &call.annex.handle;
-        if handle.flags & HandleRef::HAS_LOCKS == 0 {
-            return Ok(());
-        }
-        if arg.lock_owner != 0 {
-            // Known even if the lock was taken in an earlier generation.
-            self.unlock_owner(call, arg.lock_owner, false)?;
-        }
+    /// Drops the locks that were last taken through a handle: its flock, and those its open file
+    /// description owned, for which the kernel sends no unlock. Which owners that are is not asked
+    /// of the request: a RELEASE comes late, and its owner's number may be somebody else's by then.
+    /// Descriptions of an earlier generation lie in the vault alone, which drops them itself.
+    pub(super) fn unlock_handle(&self, call: &Call<'_>) -> Result<(), Errno> {
+        let fh = call.annex.handle.fh;
         let mine: Vec<Owner> = {
             let descriptions = self.locks.descriptions.lock();
-            let mine = descriptions.iter().filter(|(_, d)| d.fh == handle.fh);
+            let mine = descriptions.iter().filter(|(_, d)| d.fh == fh);
             mine.map(|(owner, _)| *owner).collect()
         };
         for owner in mine {
             let _alone = self.locks.owners.lock(owner);
-            if let Some(fd) = self.description(call, owner)? {
-                self.unlock_all(call, owner, &fd)?;
+            let still = self.locks.descriptions.lock().get(&owner).cloned();
+            if let Some(description) = still.filter(|d| d.fh == fh) {
+                self.unlock_all(call, owner, &description.fd)?;
             }
         }
         Ok(())

@@ -373,7 +373,7 @@ impl Backend for Dir {
             Op::Read(arg) => self.readdir(call, arg),
             Op::Write(arg) => self.write(call, arg, attempt),
             Op::Flush(arg) => self.flush(call, arg),
-            Op::Release(arg) => self.release(call, arg),
+            Op::Release(_) => self.release(call),
             Op::Fsync(arg) => self.fsync(call, arg),
             Op::Fallocate(arg) => self.fallocate(call, arg),
             Op::Lseek(arg) => self.lseek(call, arg),

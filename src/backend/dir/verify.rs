@@ -110,8 +110,12 @@ impl Dir {
                 Made::Directory => {
                     file_type == FileType::Directory && {
                         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW;
-                        let fd = openat(parent, name, flags | OFlags::CLOEXEC, Mode::empty())?;
-                        is_empty(fd.as_fd())?
+                        match openat(parent, name, flags | OFlags::CLOEXEC, Mode::empty()) {
+                            Ok(fd) => is_empty(fd.as_fd())?,
+                            // Made without the right to read it, by a user who is not root.
+                            Err(rustix::io::Errno::ACCESS) => true,
+                            Err(e) => return Err(e.into()),
+                        }
                     }
                 }
                 Made::Symlink(target) => {

@@ -110,6 +110,15 @@ impl Lock {
         self.owner == owner && self.flock == flock
     }
 
+    /// Two owners cannot have both.
+    pub fn conflicts(&self, other: &Lock) -> bool {
+        self.nodeid == other.nodeid
+            && self.flock == other.flock
+            && self.owner != other.owner
+            && (self.exclusive || other.exclusive)
+            && self.overlaps(other.start, other.end)
+    }
+
     fn overlaps(&self, start: u64, end: u64) -> bool {
         self.start <= end && start <= self.end
     }

@@ -256,7 +256,7 @@ impl World {
         let slot = self.slot();
         slot.set_chunks(&[], &[]);
         slot.put_request(&bytes, &[]);
-        slot.set_request(bytes.len(), 0);
+        slot.set_request_len(bytes.len());
         let mut paths = Vec::new();
         let annex = Annex {
             node: self.node_ref(ask.node, &mut paths),
