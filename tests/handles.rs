@@ -6,7 +6,7 @@ mod common;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -574,5 +574,29 @@ fn a_program_started_in_an_outage_holds_up_nobody() {
     mount.end_outage();
     works(&file).unwrap();
     drop(file);
+    mount.end();
+}
+
+#[test]
+fn a_large_direct_append_keeps_its_order() {
+    // The kernel sends the parts of such a write at the same time.
+    const LEN: usize = 8 << 20;
+    let mount = Mount::new();
+    let mut buffer = memmap2::MmapMut::map_anon(LEN).unwrap();
+    for (n, word) in buffer.chunks_exact_mut(4).enumerate() {
+        word.copy_from_slice(&(n as u32).to_ne_bytes());
+    }
+    for round in 0..10 {
+        let path = mount.path(&format!("file{round}"));
+        let mut file = OpenOptions::new()
+            .append(true)
+            .create_new(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(path)
+            .unwrap();
+        file.write_all(&buffer).unwrap();
+        let behind = fs::read(mount.behind(&format!("file{round}"))).unwrap();
+        assert!(behind == buffer[..], "round {round}");
+    }
     mount.end();
 }
