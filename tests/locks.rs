@@ -303,7 +303,8 @@ fn an_ofd_lock_goes_at_the_last_close_of_its_description() {
         "1 ofd 0 w 25 1",
         "1 ofd 0 w 5 1",
         "0 close 1",
-        "1 ofd 0 w 5 1",
+        // It waits: the kernel sends RELEASE some time after the close.
+        "1 ofdw 0 w 5 1",
         "1 ofd 0 w 0 0",
         "0 open FILE",
         "0 ofd 3 r 0 0",
@@ -325,7 +326,8 @@ fn an_ofd_lock_goes_with_its_description_although_another_generation_took_it() {
     for (number, look) in looks.iter().enumerate() {
         let mut steps = vec!["0 ofd 0 w 0 10", "0 ofd 0 w 20 10"];
         steps.extend(*look);
-        steps.extend(["0 close 0", "1 ofd 0 w 0 0"]);
+        // It waits: the kernel sends RELEASE some time after the close.
+        steps.extend(["0 close 0", "1 ofdw 0 w 0 0"]);
         let path = file(&mount, &format!("{number}"));
         let (mut owner, mut other) = (Actor::on(&path), Actor::on(&path));
         for (at, step) in steps.iter().enumerate() {
@@ -397,7 +399,8 @@ fn a_flock_is_upgraded_and_downgraded_as_without_a_mount() {
         "1 flock 0 r",
         "0 flock 0 r",
         "1 close 0",
-        "0 flock 0 w",
+        // It waits: the kernel sends RELEASE some time after the close.
+        "0 flockw 0 w",
     ];
     as_without_a_mount(&mount, "upgrade", 3, &steps);
     mount.end();
