@@ -769,3 +769,28 @@ fn a_user_is_told_what_is_missing() {
     place.refused(&mut command, 1, &["user_allow_other", "/etc/fuse.conf"]);
     place.check_nothing_is_left("a user");
 }
+
+#[test]
+fn a_mount_recovers_although_its_starter_ignored_the_end_of_children() {
+    let place = Place::new();
+    // An ignored SIGCHLD is inherited, and then nobody can be waited for.
+    let script = "trap '' CHLD; exec \"$2\" mount dir:\"$1\"/src \"$1\"/mnt";
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", script, "sh"])
+        .arg(place.dir.path())
+        .arg(EVERMOUNT)
+        .env("EVERMOUNT_RUNTIME_DIR", place.runtime());
+    assert!(command.status().unwrap().success());
+    let status = || -> serde_json::Value {
+        let output = place.command(&["status", "@/mnt", "--json"]).output();
+        serde_json::from_slice(&output.unwrap().stdout).unwrap()
+    };
+    let backend = status()["backend_pid"].as_i64().unwrap();
+    kill(Pid::from_raw(backend as i32), Signal::SIGKILL).unwrap();
+    let recovered = || status()["takeovers"] == 1 && status()["state"] == "serving";
+    assert!(until(PATIENCE, recovered), "{}", status());
+    let umount = place.command(&["umount", "@/mnt"]).output().unwrap();
+    assert!(umount.status.success(), "{umount:?}");
+    place.check_nothing_is_left("a mount that recovered");
+}

@@ -9,7 +9,19 @@ const SIGKILL_BIT: u64 = 1 << (libc::SIGKILL - 1);
 /// The parent of all kernel threads.
 const KTHREADD: &str = "2";
 
-/// The caller (`InHeader::pid`) will never see an answer: a SIGKILL is pending, or it is exiting.
+/// What becomes of the caller of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It lives, or nothing is known of it.
+    Lives,
+    /// It will never see an answer: a SIGKILL is pending, or it is exiting.
+    Dying,
+    /// It is gone, so it does not wait. Its process may live, and want the result of asynchronous
+    /// I/O; only of a page read ahead it is certain that nobody does.
+    Gone,
+}
+
+/// The fate of a caller (`InHeader::pid`).
 ///
 /// The number is that of a *thread* in this process's pid namespace; 0 is a caller of another
 /// namespace, of which nothing can be known.
@@ -18,19 +30,24 @@ const KTHREADD: &str = "2";
 /// locks that a process holds over a request to this very mount: `execve(2)` closes descriptors,
 /// which sends FLUSH, with `exec_update_lock` held, and whoever reads `stat` meanwhile waits for
 /// that FLUSH to be answered.
-pub fn is_dying(pid: u32) -> bool {
+pub fn fate(pid: u32) -> Fate {
     if pid == 0 {
-        return false;
+        return Fate::Lives;
     }
     // /proc/TID works for threads that are not listed in /proc, too.
     match std::fs::read(format!("/proc/{pid}/status")) {
         Ok(status) => {
             let status = String::from_utf8_lossy(&status);
-            kill_is_pending(&status) || is_exiting(&status)
+            if kill_is_pending(&status) || is_exiting(&status) {
+                Fate::Dying
+            } else {
+                Fate::Lives
+            }
         }
-        // Gone: then nobody waits, since a caller cannot go while it does. Its process may well live
-        // and want the result (asynchronous I/O), so this is no reason to answer early.
-        Err(_) => false,
+        // Before, or meanwhile.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Fate::Gone,
+        Err(e) if e.raw_os_error() == Some(libc::ESRCH) => Fate::Gone,
+        Err(_) => Fate::Lives,
     }
 }
 
@@ -92,16 +109,16 @@ mod tests {
         assert!(!dying("Name:\tx\nPPid:\t2\nKthread:\t1\n"));
         assert!(!dying("Name:\tx\nPPid:\t2\n"));
         assert!(!is_exiting("Name:\tx\n"));
-        assert!(!is_dying(2), "kthreadd");
+        assert_eq!(fate(2), Fate::Lives, "kthreadd");
     }
 
     #[test]
-    fn a_process_that_lives_or_is_gone_is_not_dying() {
-        assert!(!is_dying(0));
-        assert!(!is_dying(std::process::id()));
+    fn a_process_lives_or_is_gone() {
+        assert_eq!(fate(0), Fate::Lives);
+        assert_eq!(fate(std::process::id()), Fate::Lives);
         let mut child = Command::new("true").spawn().unwrap();
         child.wait().unwrap();
-        assert!(!is_dying(child.id()), "nobody waits any more");
+        assert_eq!(fate(child.id()), Fate::Gone);
     }
 
     #[test]
@@ -125,10 +142,10 @@ mod tests {
         let mut buf = vec![0; 1 << 21];
         let mut fuse = std::fs::File::from(mounted.fuse);
         let _ = fuse.read(&mut buf).unwrap();
-        assert!(!is_dying(child.id()));
+        assert_eq!(fate(child.id()), Fate::Lives);
         child.kill().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !is_dying(child.id()) {
+        while fate(child.id()) != Fate::Dying {
             assert!(Instant::now() < deadline, "the kill was not seen");
             std::thread::sleep(Duration::from_millis(5));
         }

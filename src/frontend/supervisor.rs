@@ -4,7 +4,7 @@
 //! Only the exit of the backend's process (its pidfd) makes it dead: nothing it held is touched
 //! before. The end of its socket is a hint.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
 use super::FrontendConfig;
-use super::callers::is_dying;
+use super::callers::{Fate, fate};
 use super::core::Service;
 use super::kernel::Shared;
 use super::mount::unmount;
@@ -502,9 +502,11 @@ impl Supervisor {
     fn tick(&mut self) {
         let callers = self.shared.core.lock().callers();
         // Reading /proc takes time: not under the lock.
-        let dying: HashSet<u32> = callers.into_iter().filter(|&pid| is_dying(pid)).collect();
+        let fates: HashMap<u32, Fate> = callers.into_iter().map(|pid| (pid, fate(pid))).collect();
         let mut core = self.shared.core.lock();
-        core.tick(&self.shared.io, |pid| dying.contains(&pid));
+        core.tick(&self.shared.io, |pid| {
+            fates.get(&pid).copied().unwrap_or(Fate::Lives)
+        });
         let slack = core.shrink();
         let stale = match core.service {
             Service::Serving => std::mem::take(&mut core.stale),

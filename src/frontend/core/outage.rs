@@ -2,6 +2,7 @@
 
 use zerocopy::IntoBytes;
 
+use super::super::callers::Fate;
 use super::*;
 
 impl Core {
@@ -207,8 +208,8 @@ impl Core {
             .collect()
     }
 
-    /// Looks after what depends on time. `is_dying` says whether a caller is on its way out.
-    pub fn tick(&mut self, io: &Io, is_dying: impl Fn(u32) -> bool) {
+    /// Looks after what depends on time. `fate` says what becomes of a caller.
+    pub fn tick(&mut self, io: &Io, fate: impl Fn(u32) -> Fate) {
         let now = sys::monotonic_ns();
         let age = |held: &Held| Duration::from_nanos(now.saturating_sub(held.arrived));
         // What has been refused before it ran is simply dropped.
@@ -217,7 +218,7 @@ impl Core {
             let Ok(request) = Request::decode(&o.bytes) else {
                 return false;
             };
-            let keep = !self.answer_early(io, &o.held, &request, age(&o.held), now, &is_dying);
+            let keep = !self.answer_early(io, &o.held, &request, age(&o.held), now, &fate);
             if !keep {
                 self.left_outside(o);
             }
@@ -243,7 +244,7 @@ impl Core {
                 }
                 continue;
             };
-            if !self.answer_early(io, &held, &request, age(&held), now, &is_dying) {
+            if !self.answer_early(io, &held, &request, age(&held), now, &fate) {
                 continue;
             }
             if self.stale.len() < STALE_MAX {
@@ -280,7 +281,7 @@ impl Core {
         request: &Request<'_>,
         age: Duration,
         now: u64,
-        is_dying: &impl Fn(u32) -> bool,
+        fate: &impl Fn(u32) -> Fate,
     ) -> bool {
         if held.purpose == Purpose::Internal || held.opcode.has_no_reply() {
             return false;
@@ -304,13 +305,25 @@ impl Core {
             io.send(&self.refusal(request, Errno::EIO));
             return true;
         }
-        if age >= Duration::from_nanos(CALLER_PATIENCE) && held.pid != 0 && is_dying(held.pid) {
+        let nobody_waits = || match fate(held.pid) {
+            Fate::Lives => false,
+            Fate::Dying => true,
+            // Whoever needs the page asks for it again.
+            Fate::Gone => is_page_read(request),
+        };
+        if age >= Duration::from_nanos(CALLER_PATIENCE) && nobody_waits() {
             self.counters.early_answers += 1;
             io.send(&self.refusal(request, Errno::EINTR));
             return true;
         }
         false
     }
+}
+
+/// A READ for the page cache, not for a buffer of the caller.
+fn is_page_read(request: &Request<'_>) -> bool {
+    let buffered = |read: ReadIn| read.flags as i32 & libc::O_DIRECT == 0;
+    request.opcode == Opcode::Read && matches!(request.op, Op::Read(read) if buffered(read))
 }
 
 /// Requests of `df`, `stat` and kubelet, which are answered from memory if need be.
