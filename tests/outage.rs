@@ -92,11 +92,13 @@ fn do_one(at: &Path, what: &str) {
             rustix::fs::XattrFlags::empty(),
         )),
         "lock" => drop(fcntl_lock(&file, FlockOperation::LockExclusive)),
+        "close" => drop(file),
         _ => panic!("unknown operation {what}"),
     }
     say("done");
 }
 
+/// What waits for a backend; a close does not.
 const OPERATIONS: [&str; 13] = [
     "read", "write", "fsync", "truncate", "open", "stat", "mkdir", "create", "unlink", "rename",
     "readdir", "setxattr", "lock",
@@ -285,8 +287,11 @@ fn a_killed_caller_ends_at_once_in_an_outage_without_end() {
 fn a_killed_caller_ends_at_once_when_its_request_was_running() {
     let _alone = alone();
     let mount = Mount::new();
-    for what in ["read", "write", "mkdir", "fsync", "unlink", "open"] {
-        let opcode = what.to_uppercase();
+    for what in ["read", "write", "mkdir", "fsync", "unlink", "open", "close"] {
+        let opcode = match what {
+            "close" => "FLUSH".to_owned(),
+            _ => what.to_uppercase(),
+        };
         fs::create_dir(mount.behind(what)).unwrap();
         fs::write(mount.behind(what).join("file"), "text").unwrap();
         let mut actor = Actor::start(&format!("do {what}"), &mount.path(what));
@@ -441,6 +446,26 @@ fn the_root_can_be_walked_into_by_everybody_in_an_outage() {
     let walk = [&user[..], &["sh", "-c", &script]].concat();
     assert!(program("setpriv", &walk).status.success());
     mount.end_outage();
+    mount.end();
+}
+
+#[test]
+fn a_close_and_the_start_of_a_program_do_not_wait_in_an_outage() {
+    let _alone = alone();
+    let mount = Mount::new();
+    let file = File::create(mount.path("file")).unwrap();
+    mount.begin_outage();
+    // Its copy of the file is closed by `execve`, which sends a FLUSH with locks of the kernel held:
+    // whoever reads `/proc/PID/stat` meanwhile waits for it, be it `ps` or a front-end.
+    assert!(program("true", &[]).status.success());
+    assert_eq!(mount.status().state, State::Outage);
+    promptly("a close", move || {
+        nix::unistd::close(std::os::fd::OwnedFd::from(file))
+    })
+    .unwrap();
+    mount.wait("closed", |s| (s.open_files, s.inflight) == (0, 0));
+    mount.end_outage();
+    fs::metadata(mount.path("file")).unwrap();
     mount.end();
 }
 
