@@ -28,6 +28,8 @@ pub struct Shared {
     pub bell: EventFd,
     /// The supervisor sleeps without a timeout and has to be told of work.
     pub supervisor_sleeps: AtomicBool,
+    /// A thread is looking at callers.
+    pub looking: AtomicBool,
     /// The mount is gone.
     pub ended: AtomicBool,
     /// There is room to read again.
@@ -44,6 +46,7 @@ impl Shared {
             core: Mutex::new(core),
             bell: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             supervisor_sleeps: AtomicBool::new(false),
+            looking: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             room: Condvar::new(),
             progress: Condvar::new(),

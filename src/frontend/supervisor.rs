@@ -449,10 +449,7 @@ impl Supervisor {
                 let _ = nix::unistd::write(fuse, &[header.as_bytes(), body.as_bytes()].concat());
             }
         };
-        let thread = std::thread::Builder::new().name("invalidate".into());
-        if let Err(e) = thread.spawn(work) {
-            tracing::warn!("cannot start a thread: {e}");
-        }
+        aside("invalidate", work);
     }
 
     fn backend_exited(&mut self) {
@@ -499,14 +496,27 @@ impl Supervisor {
         }
     }
 
+    /// Looks after what depends on time. Callers are looked at by a thread of its own: even to read
+    /// their `/proc/PID/status` may, in the worst case, end their memory map, which writes back what
+    /// they have mapped from this very mount.
     fn tick(&mut self) {
         let callers = self.shared.core.lock().callers();
-        // Reading /proc takes time: not under the lock.
-        let fates: HashMap<u32, Fate> = callers.into_iter().map(|pid| (pid, fate(pid))).collect();
+        if !callers.is_empty() && !self.shared.looking.swap(true, Ordering::AcqRel) {
+            let shared = self.shared.clone();
+            let started = aside("callers", move || {
+                let fates: HashMap<u32, Fate> =
+                    callers.into_iter().map(|pid| (pid, fate(pid))).collect();
+                let known = |pid| fates.get(&pid).copied().unwrap_or(Fate::Lives);
+                shared.core.lock().tick(&shared.io, known);
+                shared.looking.store(false, Ordering::Release);
+                shared.made_room();
+            });
+            if !started {
+                self.shared.looking.store(false, Ordering::Release);
+            }
+        }
         let mut core = self.shared.core.lock();
-        core.tick(&self.shared.io, |pid| {
-            fates.get(&pid).copied().unwrap_or(Fate::Lives)
-        });
+        core.tick(&self.shared.io, |_| Fate::Lives);
         let slack = core.shrink();
         let stale = match core.service {
             Service::Serving => std::mem::take(&mut core.stale),
@@ -617,11 +627,27 @@ impl Supervisor {
             self.shared.ended.store(true, Ordering::Release);
             return;
         }
-        // The reader notices when it is done.
-        if let Err(e) = unmount(&self.mountpoint, false) {
-            tracing::error!("asked to end: {e}");
-        }
+        // The reader notices when it is done. Not in this thread: it may write mapped pages back,
+        // which needs a backend.
+        let mountpoint = self.mountpoint.clone();
+        aside("unmount", move || {
+            if let Err(e) = unmount(&mountpoint, false) {
+                tracing::error!("asked to end: {e}");
+            }
+        });
     }
+}
+
+/// Does something that may wait for the mount itself in a thread that nobody waits for.
+fn aside(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
+    let thread = std::thread::Builder::new()
+        .name(name.into())
+        .stack_size(256 * 1024)
+        .spawn(work);
+    if let Err(e) = &thread {
+        tracing::warn!("cannot start a thread: {e}");
+    }
+    thread.is_ok()
 }
 
 #[derive(Default)]
