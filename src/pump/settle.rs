@@ -79,14 +79,12 @@ pub enum Effect {
     },
     /// Something was unlocked: waiters of this node may be served.
     Unlocked(u64),
-    /// A handle was opened in the backend that nobody will ever use.
+    /// A file was created and opened in the backend, but nobody will ever use the handle.
     OrphanHandle {
         /// The node.
         nodeid: u64,
         /// The handle.
         fh: u64,
-        /// Of a directory.
-        directory: bool,
     },
 }
 
@@ -408,7 +406,6 @@ impl Settling<'_> {
                 self.effects.push(Effect::OrphanHandle {
                     nodeid: self.nodeid,
                     fh: self.new_fh,
-                    directory: false,
                 });
                 let given = std::mem::take(&mut self.given);
                 self.effects.extend(given.take_back(self.tables));

@@ -77,7 +77,8 @@ impl Core {
             let effects = std::mem::take(&mut given).take_back(&mut self.tables);
             self.apply(io, &effects);
             if let Some(fh) = orphan {
-                self.release_orphan(io, &request, fh);
+                let directory = request.opcode == Opcode::Opendir;
+                self.release_orphan(io, request.header.nodeid, fh, directory);
             }
             reply = Reply::None;
         }
@@ -140,7 +141,8 @@ impl Core {
             let effects = delivery.given.take_back(&mut self.tables);
             self.apply(io, &effects);
             if let Some(fh) = delivery.given.handle {
-                self.release_orphan(io, &request, fh);
+                let directory = request.opcode == Opcode::Opendir;
+                self.release_orphan(io, request.header.nodeid, fh, directory);
             }
         }
         self.free(io, delivery.index);
@@ -148,8 +150,9 @@ impl Core {
         self.start_outside(io);
     }
 
-    pub(super) fn release_orphan(&mut self, io: &Io, request: &Request<'_>, fh: u64) {
-        let opcode = if request.opcode == Opcode::Opendir {
+    /// Ends a handle that the backend opened and nobody will ever use.
+    fn release_orphan(&mut self, io: &Io, nodeid: u64, fh: u64, directory: bool) {
+        let opcode = if directory {
             Opcode::Releasedir
         } else {
             Opcode::Release
@@ -158,7 +161,6 @@ impl Core {
             fh,
             ..ReleaseIn::default()
         };
-        let nodeid = request.header.nodeid;
         self.issue_internal(io, opcode, nodeid, arg.as_bytes());
     }
 
@@ -209,22 +211,7 @@ impl Core {
                     self.vault.locked_through(&key, fh);
                 }
                 Effect::Unlocked(nodeid) => self.serve_waiters(io, nodeid),
-                Effect::OrphanHandle {
-                    nodeid,
-                    fh,
-                    directory,
-                } => {
-                    let opcode = if directory {
-                        Opcode::Releasedir
-                    } else {
-                        Opcode::Release
-                    };
-                    let arg = ReleaseIn {
-                        fh,
-                        ..ReleaseIn::default()
-                    };
-                    self.issue_internal(io, opcode, nodeid, arg.as_bytes());
-                }
+                Effect::OrphanHandle { nodeid, fh } => self.release_orphan(io, nodeid, fh, false),
             }
         }
     }
