@@ -926,4 +926,30 @@ mod tests {
         let error = mount(&options(&file, "")).unwrap_err();
         assert!(matches!(error, MountError::NotADirectory { .. }), "{error}");
     }
+
+    /// What INIT of a kernel with this protocol and these features leads to.
+    fn greeted_by(minor: u32, features: InitFlags) -> Outcome {
+        use std::io::Write;
+        let (ours, kernel) = crate::control::Conn::pair().unwrap();
+        let kernel = OwnedFd::from(kernel);
+        let bits = (features | InitFlags::FUSE_INIT_EXT).bits();
+        let mut words = [0u32; 26];
+        words[0] = size_of_val(&words) as u32;
+        words[1] = crate::wire::Opcode::Init as u32;
+        words[2] = 2; // unique
+        words[10..15].copy_from_slice(&[7, minor, 131_072, bits as u32, (bits >> 32) as u32]);
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let mut kernel = std::fs::File::from(kernel);
+        kernel.write_all(&bytes).unwrap();
+        handshake(ours.as_fd(), Path::new("/mnt"))
+    }
+
+    #[test]
+    fn a_kernel_that_is_too_old_is_refused_with_a_reason() {
+        let old = greeted_by(31, WANTED).unwrap_err().to_string();
+        assert!(old.contains("7.31") && old.contains("7.33"), "{old}");
+        let poor = greeted_by(45, WANTED.difference(InitFlags::FUSE_HANDLE_KILLPRIV_V2));
+        let poor = poor.unwrap_err().to_string();
+        assert!(poor.contains("HANDLE_KILLPRIV_V2"), "{poor}");
+    }
 }

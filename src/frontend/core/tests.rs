@@ -102,3 +102,47 @@ fn a_request_that_was_overwritten_by_the_backend_is_answered_when_that_is_dead()
     assert_eq!(answers, [(2, -libc::EIO), (4, -libc::EIO)]);
     nothing_is_left(&core);
 }
+
+/// The kernel sends a READ of `size` bytes of the root. True if it was handed over.
+fn read(core: &mut Core, io: &Io, unique: u64, size: u32) -> bool {
+    let args = ReadIn {
+        size,
+        ..ReadIn::default()
+    };
+    let header = InHeader {
+        len: (size_of::<InHeader>() + size_of::<ReadIn>()) as u32,
+        opcode: Opcode::Read as u32,
+        unique,
+        nodeid: ROOT_ID,
+        ..InHeader::default()
+    };
+    let bytes = [header.as_bytes(), args.as_bytes()].concat();
+    let (index, chunks) = core.reading();
+    io.region.slot(index).put_request(&bytes, &chunks);
+    core.arrived(io, bytes.len());
+    io.region.requests().pop().is_some()
+}
+
+#[test]
+fn a_large_request_that_waits_for_room_is_not_overtaken_by_smaller_ones() {
+    let (mut core, io, _kernel) = serving();
+    let (large, small) = (MAX_WRITE as u32, 128 * 1024);
+    assert!(read(&mut core, &io, 2, large));
+    assert!(read(&mut core, &io, 4, large));
+    assert!(read(&mut core, &io, 6, small));
+    assert!(!read(&mut core, &io, 8, large), "there is no room for it");
+    assert!(
+        !read(&mut core, &io, 10, small),
+        "it overtook the large one"
+    );
+    assert!(read(&mut core, &io, 12, 4096), "it needs no room");
+}
+
+#[test]
+fn a_backend_that_dies_over_its_first_request_is_told_from_one_that_served() {
+    let (mut core, io, _kernel) = serving();
+    assert!(core.backend_died(&io, false), "it was asked nothing");
+    core.backend_ready(&io, 2, false);
+    ask(&mut core, &io, 2);
+    assert!(!core.backend_died(&io, true), "it answered nothing");
+}

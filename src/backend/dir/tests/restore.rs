@@ -622,3 +622,39 @@ fn a_lock_that_was_refused_leaves_nothing_in_the_vault() {
         world.first(&dir, &set(file, 4, UNLOCK, (0, END))).ok();
     });
 }
+
+#[test]
+fn a_late_release_leaves_the_locks_of_the_next_open_file_alone() {
+    on_every_store(|world| {
+        fs::write(world.path("file"), "").unwrap();
+        let dir = world.generation();
+        let file = world.lookup(&dir, 1, "file");
+        let flock = |owner| lk(Opcode::Setlk, file, owner, WRITE, (0, END), true);
+        world.first(&dir, &flock(5)).ok();
+        // The first open file is closed, and another one gets its number before RELEASE comes.
+        let arg = LkIn {
+            fh: 8,
+            owner: 5,
+            lk: FileLock {
+                end: END,
+                typ: WRITE as u32,
+                ..Default::default()
+            },
+            lk_flags: 1,
+            ..Default::default()
+        };
+        world
+            .first(&dir, &ask(Opcode::Setlk, file, arg, []).fh(8))
+            .ok();
+        let arg = ReleaseIn {
+            fh: 7,
+            release_flags: RELEASE_FLOCK_UNLOCK,
+            lock_owner: 5,
+            ..Default::default()
+        };
+        world
+            .first(&dir, &ask(Opcode::Release, file, arg, []).fh(7))
+            .ok();
+        assert_eq!(world.first(&dir, &flock(6)).errno(), Errno::EAGAIN);
+    });
+}
