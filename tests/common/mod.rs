@@ -3,6 +3,7 @@
 #![allow(dead_code)] // each test file uses a part of it
 
 pub mod actor;
+pub mod ceph;
 pub mod tools;
 
 use std::fs;

@@ -1,0 +1,331 @@
+//! A real Ceph cluster for a test, made by `container/ceph-cluster`, and unmodified clients of it.
+//!
+//! A cluster ends when its [`Cluster`] is dropped, and at the latest with the test process: a watcher
+//! takes it down when that process is gone, whatever ended it. So [`Cluster::shared`] may stay in a
+//! static, which is never dropped.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::{PATIENCE, until};
+
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/container/ceph-cluster");
+
+/// What a cluster has.
+pub struct ClusterOptions<'a> {
+    /// A manager: without one, statfs is all zeros.
+    pub mgr: bool,
+    /// File systems by name.
+    pub filesystems: &'a [&'a str],
+    /// MDS daemons; those beyond one per file system are standbys.
+    pub mds: usize,
+    /// OSD daemons.
+    pub osds: usize,
+    /// OSDs on disk, which survive [`Cluster::kill`]. In memory they start four seconds sooner.
+    pub on_disk: bool,
+    /// Lines of configuration, `option = value`.
+    pub conf: &'a [&'a str],
+    /// The process with which the cluster ends; the default is this one.
+    pub owner: Option<u32>,
+}
+
+impl Default for ClusterOptions<'_> {
+    fn default() -> Self {
+        ClusterOptions {
+            mgr: true,
+            filesystems: &["cephfs"],
+            mds: 1,
+            osds: 1,
+            on_disk: false,
+            conf: &[],
+            owner: None,
+        }
+    }
+}
+
+/// A running cluster.
+pub struct Cluster {
+    dir: PathBuf,
+    conf: PathBuf,
+    keyring: PathBuf,
+}
+
+impl Cluster {
+    /// Starts one; it is usable when this returns.
+    pub fn start(options: &ClusterOptions<'_>) -> Cluster {
+        // The script removes it, also when this process cannot any more.
+        let dir = TempDir::with_prefix("evermount-ceph-").unwrap().keep();
+        // Clients of other users have to find their configuration.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
+        let cluster = Cluster {
+            conf: dir.join("ceph.conf"),
+            keyring: dir.join("keyring"),
+            dir,
+        };
+        let mut args: Vec<String> = Vec::new();
+        let mut option = |name: &str, value: &str| args.extend([name.into(), value.into()]);
+        option("--mds", &options.mds.to_string());
+        option("--osds", &options.osds.to_string());
+        option(
+            "--store",
+            ["memstore", "bluestore"][usize::from(options.on_disk)],
+        );
+        let owner = options.owner.unwrap_or_else(std::process::id);
+        option("--while-pid", &owner.to_string());
+        option("--timeout", &PATIENCE.as_secs().to_string());
+        options.filesystems.iter().for_each(|fs| option("--fs", fs));
+        options.conf.iter().for_each(|line| option("--conf", line));
+        if options.mgr {
+            args.push("--mgr".into());
+        }
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        cluster.script("up", &args);
+        cluster
+    }
+
+    /// The one that all tests of a test program share, with default options. Tests that harm daemons
+    /// or evict clients of others start their own.
+    pub fn shared() -> &'static Cluster {
+        static SHARED: OnceLock<Cluster> = OnceLock::new();
+        SHARED.get_or_init(|| Cluster::start(&ClusterOptions::default()))
+    }
+
+    /// Everything it has is below this directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The configuration for clients, `ceph.conf`.
+    pub fn conf(&self) -> &Path {
+        &self.conf
+    }
+
+    /// The keyring of client.admin. [`Cluster::conf`] names it, too.
+    pub fn keyring(&self) -> &Path {
+        &self.keyring
+    }
+
+    /// What `ceph` prints.
+    pub fn ceph(&self, args: &[&str]) -> String {
+        let output = self.script("ceph", args);
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What `ceph` prints as JSON.
+    pub fn ceph_json(&self, args: &[&str]) -> Value {
+        let text = self.ceph(&[args, &["--format=json"]].concat());
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("ceph {args:?}: {e}: {text}"))
+    }
+
+    /// Lets an entity such as `client.app` read and write below `path` of a file system. Returns its
+    /// keyring. For the bare key, see [`Cluster::keyfile`].
+    pub fn authorize(&self, entity: &str, filesystem: &str, path: &str) -> PathBuf {
+        self.ceph(&["fs", "authorize", filesystem, entity, path, "rw"]);
+        let keyring = self.dir.join(format!("{entity}.keyring"));
+        write_secret(&keyring, &self.ceph(&["auth", "get", entity]));
+        keyring
+    }
+
+    /// A file with the key of an entity and nothing else, as for `--keyfile`.
+    pub fn keyfile(&self, entity: &str) -> PathBuf {
+        let keyfile = self.dir.join(format!("{entity}.key"));
+        write_secret(&keyfile, &self.ceph(&["auth", "print-key", entity]));
+        keyfile
+    }
+
+    /// The sessions of an MDS, such as `mds.a`.
+    pub fn sessions(&self, mds: &str) -> Vec<Value> {
+        match self.ceph_json(&["tell", mds, "session", "ls"]) {
+            Value::Array(sessions) => sessions,
+            other => panic!("no list of sessions: {other}"),
+        }
+    }
+
+    /// Ends a session as an administrator would; its client is blocklisted.
+    pub fn evict(&self, mds: &str, session: u64) {
+        self.ceph(&["tell", mds, "session", "evict", &format!("id={session}")]);
+    }
+
+    /// The MDS that serves a file system, such as `mds.a`. None while there is none.
+    pub fn active_mds(&self, filesystem: &str) -> Option<String> {
+        let map = self.ceph_json(&["fs", "get", filesystem]);
+        let daemons = map["mdsmap"]["info"].as_object().unwrap();
+        let active = daemons.values().find(|d| d["state"] == "up:active")?;
+        Some(format!("mds.{}", active["name"].as_str().unwrap()))
+    }
+
+    /// SIGKILLs a daemon: `mon.a`, `mgr.a`, `osd.0`, `mds.a`. An OSD in memory loses what it has.
+    pub fn kill(&self, daemon: &str) {
+        self.script("kill", &[daemon]);
+    }
+
+    /// SIGTERMs a daemon and waits until it is gone.
+    pub fn stop(&self, daemon: &str) {
+        self.script("stop", &[daemon]);
+    }
+
+    /// Starts a daemon again, without waiting until it serves.
+    pub fn start_daemon(&self, daemon: &str) {
+        self.script("start", &[daemon]);
+    }
+
+    /// SIGSTOPs a daemon.
+    pub fn pause(&self, daemon: &str) {
+        self.script("pause", &[daemon]);
+    }
+
+    /// SIGCONTs a daemon.
+    pub fn resume(&self, daemon: &str) {
+        self.script("resume", &[daemon]);
+    }
+
+    /// `HEALTH_OK`, or what is wrong.
+    pub fn health(&self) -> String {
+        self.ceph(&["health", "detail"])
+    }
+
+    /// The processes of all its daemons, and its watcher.
+    pub fn pids(&self) -> Vec<u32> {
+        let files = fs::read_dir(self.dir.join("run")).unwrap();
+        let paths = files.map(|file| file.unwrap().path());
+        let pid_files = paths.filter(|path| path.extension().is_some_and(|e| e == "pid"));
+        let pid = |path: PathBuf| fs::read_to_string(path).unwrap().trim().parse().unwrap();
+        pid_files.map(pid).collect()
+    }
+
+    /// Mounts a file system with `ceph-fuse`, as client.admin unless `args` say otherwise.
+    pub fn ceph_fuse(&self, args: &[&str]) -> CephFuse {
+        CephFuse::mount(self, args)
+    }
+
+    /// Runs the script on this cluster.
+    fn script(&self, command: &str, args: &[&str]) -> Output {
+        let output = self.try_script(command, args);
+        assert!(
+            output.status.success(),
+            "ceph-cluster {command} {args:?}: {}\n{}{}",
+            output.status,
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        output
+    }
+
+    fn try_script(&self, command: &str, args: &[&str]) -> Output {
+        // Later than its own deadline, after which it cleans up.
+        let limit = (2 * PATIENCE).as_secs().to_string();
+        Command::new("timeout")
+            .args(["--kill-after=10", &limit, SCRIPT, command])
+            .arg(&self.dir)
+            .args(args)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for log in fs::read_dir(self.dir.join("log")).into_iter().flatten() {
+                let log = log.unwrap().path();
+                let text = fs::read(&log).unwrap_or_default();
+                let text = String::from_utf8_lossy(&text);
+                let lines: Vec<&str> = text.lines().collect();
+                let tail = &lines[lines.len().saturating_sub(20)..];
+                eprintln!("--- {}\n{}", log.display(), tail.join("\n"));
+            }
+        }
+        let output = self.try_script("down", &[]);
+        let problem = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() || std::thread::panicking(),
+            "the cluster does not end: {problem}"
+        );
+    }
+}
+
+/// A CephFS mounted by the unmodified `ceph-fuse`.
+pub struct CephFuse {
+    point: TempDir,
+    process: Child,
+}
+
+impl CephFuse {
+    fn mount(cluster: &Cluster, args: &[&str]) -> CephFuse {
+        let point = TempDir::with_prefix("evermount-ceph-fuse-").unwrap();
+        // It unmounts and ends with this thread, should a signal end this process.
+        let process = Command::new("setpriv")
+            .args(["--pdeathsig", "TERM", "ceph-fuse", "-f"])
+            // Otherwise it tries a remount at its start, for seconds if the mount is gone by then.
+            .arg("--client_try_dentry_invalidate=true")
+            .arg("-c")
+            .arg(&cluster.conf)
+            .args(args)
+            .arg(point.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("setpriv (Debian: util-linux)");
+        let mut mount = CephFuse { point, process };
+        let mounted = until(PATIENCE, || {
+            assert_eq!(mount.process.try_wait().unwrap(), None, "ceph-fuse ended");
+            mount.mounted()
+        });
+        assert!(mounted, "ceph-fuse does not mount");
+        mount
+    }
+
+    /// A path on the mount.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.point.path().join(name)
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    fn mounted(&self) -> bool {
+        // Not by a look at the mount itself, which may hang.
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+        let point = self.point.path().to_str();
+        mounts.lines().any(|line| line.split(' ').nth(1) == point)
+    }
+}
+
+impl Drop for CephFuse {
+    fn drop(&mut self) {
+        let mut ended = |limit| until(limit, || !matches!(self.process.try_wait(), Ok(None)));
+        let umount = Command::new("umount")
+            .arg("-l")
+            .arg(self.point.path())
+            .output();
+        // It waits for the cluster, which a test may have taken down.
+        if !ended(Duration::from_secs(5)) {
+            let _ = kill(Pid::from_raw(self.process.id() as i32), Signal::SIGKILL);
+            let _ = self.process.wait();
+        }
+        assert!(
+            !self.mounted() || std::thread::panicking(),
+            "still mounted: {umount:?}"
+        );
+    }
+}
+
+fn write_secret(path: &Path, text: &str) {
+    let draft = path.with_extension("draft");
+    fs::write(&draft, "").unwrap();
+    fs::set_permissions(&draft, fs::Permissions::from_mode(0o600)).unwrap();
+    fs::write(&draft, text).unwrap();
+    fs::rename(draft, path).unwrap();
+}
