@@ -30,6 +30,27 @@ pub fn give_memory_back() {
     }
 }
 
+/// No other process of this user may look into the memory of this one, and it leaves no core file:
+/// it has a key.
+pub fn keep_memory_private() -> io::Result<()> {
+    // SAFETY: sets a flag of this process.
+    check(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) } as isize)?;
+    let none = rustix::process::Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    Ok(rustix::process::setrlimit(
+        rustix::process::Resource::Core,
+        none,
+    )?)
+}
+
+/// Ends this process at once: no destructor runs, no thread is waited for.
+pub fn exit_now(code: i32) -> ! {
+    // SAFETY: does not return.
+    unsafe { libc::_exit(code) }
+}
+
 /// `readv(2)` into shared memory.
 pub fn readv(fd: BorrowedFd<'_>, into: &[Span<'_>]) -> io::Result<usize> {
     // SAFETY: spans are valid for their lifetime; the kernel writes at most their length.

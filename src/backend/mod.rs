@@ -11,14 +11,20 @@
 //! only `execute`, with the same journal and [`Attempt::Again`], and must find out whether the work
 //! was done.
 
+pub mod ceph;
+pub mod convert;
 pub mod dir;
 pub mod fault;
+mod listing;
 pub mod server;
 pub mod vault;
 
 use std::cell::Cell;
 use std::ffi::OsStr;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::region::Identity;
 use crate::region::memory::Span;
@@ -45,6 +51,24 @@ pub trait Backend: Send + Sync {
 
     /// Does the work, or finds it done.
     fn execute(&self, call: &Call<'_>, attempt: Attempt<'_>) -> Result<Answer, Errno>;
+
+    /// The kernel does not know these objects any more, which lost their last name
+    /// ([`Journal::LAST_NAME`]).
+    fn unpin(&self, _identities: &[Identity]) {}
+
+    /// The mount is gone: ends what would outlive this process, in order. Nothing is asked of the
+    /// backend afterwards.
+    fn retire(&self) {}
+}
+
+/// What a backend tells the front-end without being asked.
+pub trait Frontend: Send + Sync {
+    /// Data of an object may be old in the kernel: `len` bytes (0: all) from `off` on.
+    fn stale(&self, identity: &Identity, off: i64, len: i64);
+
+    /// This backend cannot serve any more, through no fault of a request: ends the process, so that
+    /// the next generation takes over. Never returns.
+    fn lost(&self, reason: &str) -> !;
 }
 
 /// Which time a request is executed.
@@ -207,4 +231,21 @@ pub(crate) fn put_answer(slot: &Slot<'_>, request: &Request<'_>, answer: Result<
     slot.set_reply_ids(&ids);
     slot.set_reply(unique, 0, bytes.len());
     debug_assert!(slot.reply_data_len() + size_of::<OutHeader>() >= bytes.len());
+}
+
+/// Locks of a fixed number, shared by whatever hashes to the same one.
+struct Stripes([Mutex<()>; 64]);
+
+impl Default for Stripes {
+    fn default() -> Stripes {
+        Stripes(std::array::from_fn(|_| Mutex::default()))
+    }
+}
+
+impl Stripes {
+    fn lock(&self, key: impl Hash) -> MutexGuard<'_, ()> {
+        let mut hasher = DefaultHasher::new();
+        key.hash(&mut hasher);
+        self.0[hasher.finish() as usize % self.0.len()].lock()
+    }
 }

@@ -6,28 +6,41 @@
 
 use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use zeroize::Zeroizing;
 
+use super::convert::Timeouts;
 use super::dir::{Dir, DirOptions};
 use super::fault::{self, Place};
-use super::{Attempt, Backend, Call, Replayed, Vault, VaultKey, put_answer};
-use crate::control::message::{BackendMessage, BackendOptions, FrontendMessage, PROTOCOL, Source};
+use super::{Attempt, Backend, Call, Frontend, Replayed, Vault, VaultKey, ceph, put_answer};
+use crate::control::blob;
+use crate::control::message::{
+    Attachment, BackendMessage, BackendOptions, FrontendMessage, LostLock, PROTOCOL, Restore,
+    Secrets, SessionNames, Source, StaleRange,
+};
 use crate::control::socket::Conn;
 use crate::region::slot::{Phase, Slot, SlotIndex};
-use crate::region::{Region, SLOTS};
+use crate::region::{Identity, Region, SLOTS};
+use crate::sys;
 use crate::wire::{Errno, Request};
 
 /// Threads that serve at the start.
 const WORKERS: u32 = 2;
 /// Threads at most. More than slots would never have work.
 const WORKERS_MAX: u32 = SLOTS;
+/// Address space of a worker's stack: libraries of stores are not sparing with it.
+const STACK: usize = 2 << 20;
 /// A vault that does not answer for this long is a front-end that is gone.
 const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Exit code of a backend that lost its store through no fault of a request (`EX_TEMPFAIL`).
+pub const EXIT_LOST: i32 = 75;
 
 /// Why a backend could not start.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +66,12 @@ pub enum ServeError {
     /// The store could not be opened.
     #[error(transparent)]
     Dir(#[from] super::dir::DirError),
+    /// The store could not be reached.
+    #[error(transparent)]
+    Ceph(#[from] super::ceph::session::CephError),
+    /// What the front-end sent cannot be read.
+    #[error("cannot read what the front-end sent beside the attach: {0}")]
+    Attachment(#[source] std::io::Error),
     /// A test wanted it so ([`fault`]).
     #[error("{0}")]
     Ordered(String),
@@ -79,6 +98,8 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         protocol,
         source,
         options,
+        session,
+        attachments,
         ..
     } = message
     else {
@@ -87,23 +108,32 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
     if !(PROTOCOL.0..=PROTOCOL.1).contains(&protocol) {
         return Err(ServeError::Protocol { theirs: protocol });
     }
-    let region_fd = fds.into_iter().next();
+    let mut fds = fds.into_iter();
+    let region_fd = fds.next();
     let region_fd = region_fd.ok_or(ServeError::Attach("sent no session region"))?;
     let region = Region::open(region_fd).map_err(ServeError::Region)?;
-    let vault = Arc::new(SocketVault {
+    let given = Given {
+        source,
+        options,
+        session,
+        ..Given::read(attachments, fds)?
+    };
+    let link = Arc::new(FrontendLink {
         conn: conn.clone(),
         next: AtomicU64::new(1),
         pending: Mutex::default(),
     });
+    let serving: Arc<OnceLock<Arc<Server>>> = Arc::default();
 
     // Opening the store may need the vault, whose answers arrive on the socket.
     let starter = {
-        let (conn, vault) = (conn.clone(), vault.clone());
+        let (conn, link, serving) = (conn.clone(), link.clone(), serving.clone());
         move || {
-            if let Err(e) = start(&conn, region, vault, &source, &options) {
+            if let Err(e) = start(&conn, region, link, given, &serving) {
                 let reason = e.to_string();
                 let _ = conn.send(&BackendMessage::Failed { reason }, &[]);
-                std::process::exit(1);
+                // The library may have threads that no destructor waits for.
+                sys::exit_now(1);
             }
         }
     };
@@ -119,8 +149,13 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
                 } else {
                     Ok(fds.into_iter().next().filter(|_| found))
                 };
-                if let Some(waiting) = vault.pending.lock().remove(&id) {
+                if let Some(waiting) = link.pending.lock().remove(&id) {
                     let _ = waiting.send(answer);
+                }
+            }
+            FrontendMessage::Unpin { identities } => {
+                if let Some(server) = serving.get() {
+                    server.backend.unpin(&identities);
                 }
             }
             FrontendMessage::Retire => break,
@@ -129,28 +164,100 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
             }
         }
     }
+    if let Some(server) = serving.get() {
+        server.backend.retire();
+    }
     Ok(())
+}
+
+/// What an attach brings.
+struct Given {
+    source: Source,
+    options: BackendOptions,
+    session: SessionNames,
+    restore: Restore,
+    secrets: Secrets,
+}
+
+impl Given {
+    fn read(
+        attachments: Vec<Attachment>,
+        fds: impl Iterator<Item = OwnedFd>,
+    ) -> Result<Given, ServeError> {
+        let mut given = Given {
+            source: Source::Dir(PathBuf::new()),
+            options: BackendOptions::default(),
+            session: SessionNames::default(),
+            restore: Restore::default(),
+            secrets: Secrets::default(),
+        };
+        for (attachment, fd) in attachments.into_iter().zip(fds) {
+            let text = Zeroizing::new(blob::read(fd).map_err(ServeError::Attachment)?);
+            let parsed = match attachment {
+                Attachment::Restore => {
+                    serde_json::from_slice(&text).map(|restore| given.restore = restore)
+                }
+                Attachment::Secrets => {
+                    sys::keep_memory_private().map_err(ServeError::Attachment)?;
+                    serde_json::from_slice(&text).map(|secrets| given.secrets = secrets)
+                }
+            };
+            parsed.map_err(|e| ServeError::Attachment(e.into()))?;
+        }
+        Ok(given)
+    }
+}
+
+/// Opens the store.
+fn open(
+    given: Given,
+    link: &Arc<FrontendLink>,
+) -> Result<(Box<dyn Backend>, Vec<LostLock>), ServeError> {
+    match given.source {
+        Source::Dir(path) => {
+            let mut options = DirOptions::default();
+            let Timeouts { entry, attr } = options.timeouts;
+            options.timeouts = Timeouts {
+                entry: given.options.entry_timeout.unwrap_or(entry),
+                attr: given.options.attr_timeout.unwrap_or(attr),
+            };
+            Ok((Box::new(Dir::open(&path, options, &**link)?), Vec::new()))
+        }
+        Source::Ceph(source) => {
+            let (ceph, lost) = ceph::session::open(&ceph::session::Start {
+                source: &source,
+                options: &given.options.ceph,
+                timeouts: Timeouts {
+                    entry: given.options.entry_timeout.unwrap_or_default(),
+                    attr: given.options.attr_timeout.unwrap_or_default(),
+                },
+                names: &given.session,
+                secrets: given.secrets,
+                restore: given.restore,
+                frontend: link.clone(),
+            })?;
+            Ok((Box::new(ceph), lost))
+        }
+    }
 }
 
 fn start(
     conn: &Conn,
     region: Region,
-    vault: Arc<SocketVault>,
-    source: &Source,
-    options: &BackendOptions,
+    link: Arc<FrontendLink>,
+    given: Given,
+    serving: &OnceLock<Arc<Server>>,
 ) -> Result<(), ServeError> {
     if let Some(reason) = fault::start() {
         return Err(ServeError::Ordered(reason));
     }
-    let Source::Dir(path) = source;
-    let _ = options;
-    let backend = Dir::open(path, DirOptions::default(), &*vault)?;
+    let (backend, lost_locks) = open(given, &link)?;
     let root = backend.root();
     let needs_paths = backend.needs_paths();
     let server = Arc::new(Server {
         region,
-        backend: Box::new(backend),
-        vault,
+        backend,
+        vault: link,
         requests: Mutex::new(()),
         replies: Mutex::new(()),
         idle: AtomicU32::new(0),
@@ -159,14 +266,20 @@ fn start(
     for _ in 0..WORKERS {
         server.spawn_worker().map_err(ServeError::Thread)?;
     }
-    conn.send(&BackendMessage::Ready { root, needs_paths }, &[])?;
+    let _ = serving.set(server);
+    let ready = BackendMessage::Ready {
+        root,
+        needs_paths,
+        lost_locks,
+    };
+    conn.send(&ready, &[])?;
     Ok(())
 }
 
 struct Server {
     region: Region,
     backend: Box<dyn Backend>,
-    vault: Arc<SocketVault>,
+    vault: Arc<FrontendLink>,
     /// Turn to take from the request ring.
     requests: Mutex<()>,
     /// Turn to put into the reply ring.
@@ -183,7 +296,7 @@ impl Server {
         let name = "worker".to_owned();
         let spawned = std::thread::Builder::new()
             .name(name)
-            .stack_size(256 * 1024)
+            .stack_size(STACK)
             .spawn(move || server.work());
         if spawned.is_err() {
             self.workers.fetch_sub(1, Ordering::Relaxed);
@@ -276,8 +389,8 @@ impl Server {
     }
 }
 
-/// The front-end's vault, over the control socket.
-struct SocketVault {
+/// The front-end, over the control socket: its vault, and its ear.
+struct FrontendLink {
     conn: Arc<Conn>,
     next: AtomicU64,
     pending: Mutex<HashMap<u64, mpsc::SyncSender<VaultAnswer>>>,
@@ -285,7 +398,7 @@ struct SocketVault {
 
 type VaultAnswer = Result<Option<OwnedFd>, Errno>;
 
-impl SocketVault {
+impl FrontendLink {
     fn ask(
         &self,
         message: impl FnOnce(u64) -> BackendMessage,
@@ -309,7 +422,7 @@ impl SocketVault {
     }
 }
 
-impl Vault for SocketVault {
+impl Vault for FrontendLink {
     fn deposit(&self, key: VaultKey, fd: BorrowedFd<'_>) -> Result<(), Errno> {
         self.ask(|id| BackendMessage::Deposit { id, key }, &[fd])
             .map(drop)
@@ -323,5 +436,31 @@ impl Vault for SocketVault {
         if let Err(e) = self.conn.send(&BackendMessage::Discard { key }, &[]) {
             tracing::error!("vault: {e}");
         }
+    }
+}
+
+impl FrontendLink {
+    fn tell(&self, message: &BackendMessage) {
+        if let Err(e) = self.conn.send(message, &[]) {
+            tracing::error!("front-end: {e}");
+        }
+    }
+}
+
+impl Frontend for FrontendLink {
+    fn stale(&self, identity: &Identity, off: i64, len: i64) {
+        let ranges = vec![StaleRange {
+            identity: *identity,
+            off,
+            len,
+        }];
+        self.tell(&BackendMessage::Stale { ranges });
+    }
+
+    fn lost(&self, reason: &str) -> ! {
+        let reason = reason.to_owned();
+        self.tell(&BackendMessage::Failed { reason });
+        // Nothing in order: other threads may be in the store, which is gone.
+        sys::exit_now(EXIT_LOST)
     }
 }

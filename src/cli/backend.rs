@@ -23,5 +23,7 @@ pub fn run(_args: Args) -> anyhow::Result<()> {
     // Otherwise the conversation would stay open after this end was dropped.
     let null = File::open("/dev/null").context("cannot open /dev/null")?;
     nix::unistd::dup2_stdin(null).context("cannot replace the standard input")?;
-    server::run(conn).map_err(|e| anyhow!("{e:#}"))
+    server::run(conn).map_err(|e| anyhow!("{e:#}"))?;
+    // Workers may be in the store still; nothing waits for them.
+    crate::sys::exit_now(0)
 }

@@ -39,9 +39,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let report = Reporter::take_stdout().context("cannot set the standard output aside")?;
     let config: FrontendConfig =
         serde_json::from_str(&args.config).context("the configuration cannot be read")?;
+    let secrets = take_secrets(&config).context("cannot set the standard input aside")?;
     let mountpoint = config.mount.mountpoint.clone();
     let ready = report.clone();
-    let served = frontend::run(config, move |outcome| match outcome {
+    let served = frontend::run(config, secrets, move |outcome| match outcome {
         Ok(()) => {
             if ready.send(&Report::Ok(true)).is_err() {
                 // Who asked for the mount is gone and believes that there is none.
@@ -58,6 +59,17 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         let _ = report.send(&Report::Error(format!("{e:#}")));
         anyhow!("{e:#}")
     })
+}
+
+/// Takes the memory file with conf and key from the standard input and leaves `/dev/null` there.
+fn take_secrets(config: &FrontendConfig) -> io::Result<Option<OwnedFd>> {
+    if !config.secrets {
+        return Ok(None);
+    }
+    crate::sys::keep_memory_private()?;
+    let secrets = io::stdin().as_fd().try_clone_to_owned()?;
+    nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
+    Ok(Some(secrets))
 }
 
 /// Sends one report.

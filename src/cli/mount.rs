@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -13,11 +13,16 @@ use anyhow::{Context, anyhow, bail};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use zeroize::Zeroizing;
 
 use super::frontend::Report;
+use crate::control::blob;
+use crate::control::message::{BackendOptions, CephOptions, Secret, Secrets};
 use crate::control::mountinfo::{self, MountEntry};
 use crate::control::{Channel, Source};
-use crate::frontend::mount::{MountOptions, OptionList, UnknownOption, sysctl_warnings, unmount};
+use crate::frontend::mount::{
+    Features, MountOptions, OptionList, UnknownOption, sysctl_warnings, unmount,
+};
 use crate::frontend::{self, FrontendConfig, OutagePolicy};
 
 /// How long a front-end may take until the mount is served. A store that takes longer to open than
@@ -27,7 +32,7 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// Mount SOURCE on the directory MOUNTPOINT.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to mount: dir:/path
+    /// What to mount: dir:/path, or ceph:[FSNAME]/path
     source: Source,
     /// The directory to mount on
     mountpoint: PathBuf,
@@ -37,6 +42,15 @@ pub struct Args {
     /// What requests get while no backend serves: queue, queue:SECONDS (then EIO) or error
     #[arg(long, default_value_t = OutagePolicy::Queue)]
     outage: OutagePolicy,
+    /// Seconds the kernel may trust names without asking; names changed by others are seen this late
+    /// [default: dir 1, ceph 0]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    entry_timeout: Option<Duration>,
+    /// Seconds the kernel may trust attributes without asking [default: dir 1, ceph 0]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    attr_timeout: Option<Duration>,
+    #[command(flatten)]
+    ceph: CephArgs,
     /// Mount options, separated by commas: ro, suid, dev, noexec, noatime, allow_other
     #[arg(short = 'o', value_name = "OPTIONS", value_parser = check_options)]
     options: Vec<String>,
@@ -46,6 +60,72 @@ pub struct Args {
     /// Append the log of the front-end and its backends to this file
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+}
+
+/// How to connect to a Ceph cluster.
+#[derive(clap::Args)]
+#[command(next_help_heading = "CephFS")]
+struct CephArgs {
+    /// The client is client.ID [default: admin]
+    #[arg(long)]
+    id: Option<String>,
+    /// Configuration file [default: where Ceph looks, /etc/ceph/ceph.conf]
+    #[arg(long, value_name = "FILE")]
+    conf: Option<PathBuf>,
+    /// File with the key, as Ceph writes it [default: where Ceph looks]
+    #[arg(long, value_name = "FILE", conflicts_with = "keyfile")]
+    keyring: Option<PathBuf>,
+    /// File with the bare key
+    #[arg(long, value_name = "FILE")]
+    keyfile: Option<PathBuf>,
+    /// Addresses of the monitors, instead of those in the configuration
+    #[arg(long, value_name = "ADDRESSES")]
+    mon: Option<String>,
+    /// One more option of the Ceph client; may be repeated
+    #[arg(long, value_name = "NAME=VALUE", value_parser = ceph_option)]
+    ceph_option: Vec<(String, String)>,
+}
+
+impl CephArgs {
+    fn is_empty(&self) -> bool {
+        let files = [&self.conf, &self.keyring, &self.keyfile];
+        let texts = [&self.id, &self.mon];
+        files.iter().all(|f| f.is_none())
+            && texts.iter().all(|t| t.is_none())
+            && self.ceph_option.is_empty()
+    }
+
+    /// Reads what is secret, now: the files may be gone when the next backend starts.
+    fn secrets(&self) -> anyhow::Result<Secrets> {
+        let read = |path: &Path, what: &str| {
+            let text = std::fs::read_to_string(path).map(Zeroizing::new);
+            text.with_context(|| format!("cannot read the {what} {}", path.display()))
+        };
+        let conf = self.conf.as_deref().map(|path| read(path, "configuration"));
+        let keyring = self.keyring.as_deref().map(|path| read(path, "keyring"));
+        let key = self.keyfile.as_deref().map(|path| read(path, "key file"));
+        Ok(Secrets {
+            conf: conf.transpose()?,
+            key: match (keyring, key) {
+                (Some(text), _) => Some(Secret::Keyring(text?)),
+                (None, Some(text)) => Some(Secret::Key(text?)),
+                (None, None) => None,
+            },
+        })
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().map(Duration::try_from_secs_f64);
+    match seconds {
+        Some(Ok(time)) => Ok(time),
+        _ => Err("write a number of seconds, such as 0.5".to_owned()),
+    }
+}
+
+fn ceph_option(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("write NAME=VALUE")?;
+    Ok((name.trim().to_owned(), value.trim().to_owned()))
 }
 
 /// Checks a list; it is kept as it is, because a later one may take back what an earlier one says.
@@ -66,29 +146,55 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         )
     })?;
     refuse_hidden_source(&source, &mountpoint)?;
+    let is_ceph = matches!(source, Source::Ceph(_));
+    if !is_ceph && !args.ceph.is_empty() {
+        bail!("--id, --conf, --keyring, --keyfile, --mon and --ceph-option are for ceph: sources");
+    }
+    let secrets = if is_ceph {
+        Some(seal(&args.ceph.secrets()?)?)
+    } else {
+        None
+    };
     let config = FrontendConfig {
         mount: MountOptions {
             mountpoint: mountpoint.clone(),
             fsname: source.to_string(),
             options: args.options.join(",").parse()?,
+            features: if is_ceph {
+                Features::Cluster
+            } else {
+                Features::Local
+            },
         },
         source,
         outage: args.outage,
         channel: args.channel,
+        backend: BackendOptions {
+            entry_timeout: args.entry_timeout,
+            attr_timeout: args.attr_timeout,
+            ceph: CephOptions {
+                id: args.ceph.id,
+                mon: args.ceph.mon,
+                conf: args.ceph.ceph_option,
+            },
+        },
+        secrets: secrets.is_some(),
     };
     for warning in sysctl_warnings() {
         eprintln!("evermount: warning: {warning}");
     }
     if args.foreground {
-        return serve_here(config);
+        return serve_here(config, secrets);
     }
-    start(&config, args.log.as_deref())
+    start(&config, secrets, args.log.as_deref())
         .with_context(|| format!("cannot mount {} on {}", config.source, mountpoint.display()))
 }
 
 /// The source as the front-end, whose working directory is `/`, can use it.
 fn absolute(source: &Source) -> anyhow::Result<Source> {
-    let Source::Dir(path) = source;
+    let Source::Dir(path) = source else {
+        return Ok(source.clone());
+    };
     let full = path
         .canonicalize()
         .with_context(|| format!("source directory {}", path.display()))?;
@@ -116,10 +222,17 @@ fn refuse_hidden_source(source: &Source, mountpoint: &Path) -> anyhow::Result<()
     }
 }
 
-fn serve_here(config: FrontendConfig) -> anyhow::Result<()> {
+/// Puts conf and key where only those can read them who are given the descriptor.
+fn seal(secrets: &Secrets) -> anyhow::Result<OwnedFd> {
+    crate::sys::keep_memory_private()?;
+    let text = Zeroizing::new(serde_json::to_vec(secrets)?);
+    blob::seal("evermount-secrets", &text).context("cannot make a memory file for the key")
+}
+
+fn serve_here(config: FrontendConfig, secrets: Option<OwnedFd>) -> anyhow::Result<()> {
     super::start_log();
     let mut refusal = None;
-    let served = frontend::run(config, |outcome| refusal = outcome.err());
+    let served = frontend::run(config, secrets, |outcome| refusal = outcome.err());
     match (served, refusal) {
         (Err(e), _) => Err(anyhow!("{e:#}")),
         (Ok(()), Some(reason)) => Err(anyhow!(reason)),
@@ -128,9 +241,13 @@ fn serve_here(config: FrontendConfig) -> anyhow::Result<()> {
 }
 
 /// Starts a front-end on its own and waits for its report. After an error nothing is left.
-fn start(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<()> {
+fn start(
+    config: &FrontendConfig,
+    secrets: Option<OwnedFd>,
+    log: Option<&Path>,
+) -> anyhow::Result<()> {
     let before = mountinfo::read().context("cannot read /proc/self/mountinfo")?;
-    let mut child = spawn(config, log)?;
+    let mut child = spawn(config, secrets, log)?;
     let failure = match wait_for_report(&mut child, START_LIMIT) {
         Ok(Report::Ok(_)) => return Ok(()),
         Ok(Report::Error(reason)) => anyhow!(reason),
@@ -140,7 +257,11 @@ fn start(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<()> {
     Err(failure)
 }
 
-fn spawn(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<Child> {
+fn spawn(
+    config: &FrontendConfig,
+    secrets: Option<OwnedFd>,
+    log: Option<&Path>,
+) -> anyhow::Result<Child> {
     // Without a log there is no standard error at all, from the beginning: the front-end starts its
     // backend before it reports, and nothing may keep the caller's open. Reasons come by the report.
     let errors = match log {
@@ -159,7 +280,7 @@ fn spawn(config: &FrontendConfig, log: Option<&Path>) -> anyhow::Result<Child> {
         .arg0("evermount")
         .arg("__frontend")
         .arg(serde_json::to_string(config).context("a path is not UTF-8")?)
-        .stdin(Stdio::null())
+        .stdin(secrets.map_or_else(Stdio::null, Stdio::from))
         .stdout(Stdio::piped())
         .stderr(errors)
         // Not to keep the caller's directory busy.

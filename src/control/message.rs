@@ -7,8 +7,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use zeroize::Zeroizing;
 
 use crate::backend::VaultKey;
 use crate::region::Identity;
@@ -45,6 +47,14 @@ pub enum BackendMessage {
         root: Identity,
         /// Requests must carry paths.
         needs_paths: bool,
+        /// Locks of the last generation that somebody else has now.
+        #[serde(default)]
+        lost_locks: Vec<LostLock>,
+    },
+    /// Data of objects may be old in the kernel. Not answered.
+    Stale {
+        /// Which, and what of them.
+        ranges: Vec<StaleRange>,
     },
     /// Keep the descriptor beside this message. Answered.
     Deposit {
@@ -76,7 +86,8 @@ pub enum BackendMessage {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 pub enum FrontendMessage {
-    /// Serve this mount. The descriptor beside it is the slot memory of the session region.
+    /// Serve this mount. The descriptors beside it are the slot memory of the session region and then
+    /// one for each of `attachments`.
     Attach {
         /// The version both speak.
         protocol: u32,
@@ -87,6 +98,17 @@ pub enum FrontendMessage {
         /// How.
         #[serde(default)]
         options: BackendOptions,
+        /// Names for the sessions of stores that have them.
+        #[serde(default)]
+        session: SessionNames,
+        /// What the descriptors are.
+        #[serde(default)]
+        attachments: Vec<Attachment>,
+    },
+    /// The kernel does not know these objects any more, which lost their last name.
+    Unpin {
+        /// Which.
+        identities: Vec<Identity>,
     },
     /// The outcome of a `Deposit` or `Withdraw`.
     Answer {
@@ -101,12 +123,147 @@ pub enum FrontendMessage {
     Retire,
 }
 
-/// How a backend is to serve. Empty so far; every field added needs a default.
+/// How a backend is to serve. Every field added needs a default.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BackendOptions {
-    /// The mount is read-only: the store can be opened so.
-    pub read_only: bool,
+    /// How long the kernel may trust a name; the default is the store's.
+    pub entry_timeout: Option<Duration>,
+    /// How long the kernel may trust attributes; the default is the store's.
+    pub attr_timeout: Option<Duration>,
+    /// For a `ceph:` source.
+    pub ceph: CephOptions,
+}
+
+/// How to connect to a Ceph cluster. Nothing secret is in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CephOptions {
+    /// The entity is `client.ID`; the default is `admin`.
+    pub id: Option<String>,
+    /// Addresses of the monitors, instead of those in the configuration.
+    pub mon: Option<String>,
+    /// Further options of the client, by name.
+    pub conf: Vec<(String, String)>,
+}
+
+/// What a descriptor beside an [`Attach`](FrontendMessage::Attach) is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Attachment {
+    /// A sealed memory file with a [`Restore`].
+    Restore,
+    /// A sealed memory file with [`Secrets`].
+    Secrets,
+}
+
+/// Names of a store's sessions.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SessionNames {
+    /// For this backend's own.
+    pub own: String,
+    /// Those of earlier backends that may still be there, to be ended.
+    pub old: Vec<String>,
+}
+
+/// What the last generation held and a store without a memory has to be told: the contents of an
+/// attachment.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Restore {
+    /// Open files and directories.
+    pub handles: Vec<HeldHandle>,
+    /// Objects without a name that the kernel knows.
+    pub pinned: Vec<Identity>,
+    /// Locks, of `fcntl(2)` only.
+    pub locks: Vec<HeldLock>,
+}
+
+/// An open file or directory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldHandle {
+    /// The handle.
+    pub fh: u64,
+    /// What it is of.
+    pub identity: Identity,
+    /// `open(2)` flags as the kernel sent them.
+    pub open_flags: u32,
+    /// It is a directory's.
+    pub directory: bool,
+}
+
+/// A lock.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldLock {
+    /// The inode.
+    pub nodeid: u64,
+    /// The inode, as the store calls it.
+    pub identity: Identity,
+    /// The kernel's number of the owner.
+    pub owner: u64,
+    /// It is a write lock.
+    pub exclusive: bool,
+    /// First byte.
+    pub start: u64,
+    /// Last byte.
+    pub end: u64,
+    /// Process that took it.
+    pub pid: u32,
+    /// Handle it was taken through.
+    pub fh: u64,
+}
+
+/// A lock owner that lost what it had on an inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostLock {
+    /// The inode.
+    pub nodeid: u64,
+    /// The kernel's number of the owner.
+    pub owner: u64,
+}
+
+/// Data that may be old.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StaleRange {
+    /// The object.
+    pub identity: Identity,
+    /// First byte.
+    pub off: i64,
+    /// Number of bytes; 0: all that follow.
+    pub len: i64,
+}
+
+/// Configuration and key of a store: the contents of an attachment, and in no other place.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Secrets {
+    /// Text of the configuration file; none: the library looks for one.
+    pub conf: Option<Zeroizing<String>>,
+    /// The key; none: the library looks for one.
+    pub key: Option<Secret>,
+}
+
+/// A key.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Secret {
+    /// Text of a keyring.
+    Keyring(Zeroizing<String>),
+    /// The bare key.
+    Key(Zeroizing<String>),
+}
+
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secrets { .. }")
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret { .. }")
+    }
 }
 
 /// What a mount shows.
@@ -115,23 +272,47 @@ pub struct BackendOptions {
 pub enum Source {
     /// A local directory, `dir:/path`.
     Dir(PathBuf),
+    /// A directory of a CephFS, `ceph:[FSNAME]/path`.
+    Ceph(CephSource),
+}
+
+/// A directory of a CephFS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CephSource {
+    /// The file system; empty: the cluster's default one.
+    pub fs: String,
+    /// The directory, from `/` on.
+    pub path: String,
+}
+
+impl fmt::Display for CephSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ceph:{}{}", self.fs, self.path)
+    }
 }
 
 /// Why a source cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SourceError {
     /// No kind before the first colon.
-    #[error("source '{0}' has no kind; write dir:/path for a local directory")]
+    #[error(
+        "source '{0}' has no kind; write dir:/path for a local directory, ceph:[FSNAME]/path for CephFS"
+    )]
     NoKind(String),
     /// A kind that is planned.
-    #[error("source '{0}': the {1} backend is not built in yet; use dir:/path")]
+    #[error(
+        "source '{0}': the {1} backend is not built in yet; use dir:/path or ceph:[FSNAME]/path"
+    )]
     NotBuiltIn(String, &'static str),
     /// A kind nobody knows.
-    #[error("source '{0}': there is no backend '{1}'; use dir:/path")]
+    #[error("source '{0}': there is no backend '{1}'; use dir:/path or ceph:[FSNAME]/path")]
     UnknownKind(String, String),
     /// Nothing after the colon.
     #[error("source '{0}' names no directory; write dir:/path")]
     Empty(String),
+    /// No absolute path.
+    #[error("source '{0}' names no directory of the file system; write ceph:[FSNAME]/path")]
+    CephPath(String),
 }
 
 impl FromStr for Source {
@@ -142,7 +323,13 @@ impl FromStr for Source {
         match text.split_once(':') {
             Some(("dir", "")) => Err(SourceError::Empty(all())),
             Some(("dir", path)) => Ok(Source::Dir(path.into())),
-            Some(("ceph", _)) => Err(SourceError::NotBuiltIn(all(), "ceph")),
+            Some(("ceph", rest)) => match rest.find('/') {
+                Some(at) => Ok(Source::Ceph(CephSource {
+                    fs: rest[..at].to_owned(),
+                    path: rest[at..].to_owned(),
+                })),
+                None => Err(SourceError::CephPath(all())),
+            },
             Some(("exec", _)) => Err(SourceError::NotBuiltIn(all(), "exec")),
             // A path may have a colon in it; then this is no kind but a forgotten one.
             Some((kind, _)) if !kind.contains('/') => {
@@ -171,6 +358,7 @@ impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Source::Dir(path) => write!(f, "dir:{}", path.display()),
+            Source::Ceph(ceph) => ceph.fmt(f),
         }
     }
 }
@@ -180,7 +368,13 @@ impl Source {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Source::Dir(path) => Some(path),
+            Source::Ceph(_) => None,
         }
+    }
+
+    /// The store keeps what a backend holds in a session that dies with it.
+    pub fn has_sessions(&self) -> bool {
+        matches!(self, Source::Ceph(_))
     }
 }
 
@@ -357,6 +551,18 @@ mod tests {
         let json = serde_json::to_string(&source).unwrap();
         assert_eq!(json, r#""dir:/a b:c""#);
         assert_eq!(serde_json::from_str::<Source>(&json).unwrap(), source);
+        for text in ["ceph:/", "ceph:fs-1/a/b:c"] {
+            assert_eq!(text.parse::<Source>().unwrap().to_string(), text);
+        }
+    }
+
+    #[test]
+    fn secrets_do_not_show() {
+        let secrets = Secrets {
+            conf: Some("hidden".to_owned().into()),
+            key: Some(Secret::Key("hidden".to_owned().into())),
+        };
+        assert!(!format!("{secrets:?} {:?}", secrets.key).contains("hidden"));
     }
 
     #[test]
@@ -364,7 +570,7 @@ mod tests {
         let reason = |s: &str| s.parse::<Source>().unwrap_err().to_string();
         assert!(reason("/data").contains("dir:/path"));
         assert!(reason("/data:x").contains("has no kind"));
-        assert!(reason("ceph:/x").contains("not built in yet"));
+        assert!(reason("ceph:fs").contains("ceph:[FSNAME]/path"));
         assert!(reason("exec:sshfs").contains("not built in yet"));
         assert!(reason("nfs:/x").contains("no backend 'nfs'"));
         assert!(reason("dir:").contains("no directory"));
@@ -392,6 +598,7 @@ mod tests {
         let ready = BackendMessage::Ready {
             root: id,
             needs_paths: false,
+            lost_locks: Vec::new(),
         };
         let json = serde_json::to_string(&ready).unwrap();
         assert!(json.contains(r#""root":"01abff""#), "{json}");

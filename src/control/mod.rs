@@ -14,6 +14,7 @@
 //! [`mountinfo`] finds mounts by reading a file, because touching a mount whose backend is gone
 //! would wait for it.
 
+pub mod blob;
 pub mod message;
 pub mod mountinfo;
 pub mod runtime;

@@ -130,6 +130,7 @@ mod tests {
             mountpoint: point.clone(),
             fsname: "test".into(),
             options: Default::default(),
+            features: Default::default(),
         })
         .unwrap();
         let mut child = Command::new("stat")

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::mount::MountOptions;
+use crate::control::message::BackendOptions;
 use crate::control::{Channel, Source};
 
 /// Everything a front-end needs to know.
@@ -22,6 +23,12 @@ pub struct FrontendConfig {
     /// How requests reach the backend.
     #[serde(default)]
     pub channel: Channel,
+    /// How a backend is to serve.
+    #[serde(default)]
+    pub backend: BackendOptions,
+    /// Configuration and key for the backend come in a memory file as the standard input.
+    #[serde(default)]
+    pub secrets: bool,
 }
 
 /// What happens to requests while no backend serves.

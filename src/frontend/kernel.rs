@@ -12,6 +12,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::{Condvar, Mutex};
 
 use super::core::{Core, Io, deliver};
+use super::notify::Notifier;
 use crate::region::Phase;
 use crate::sys;
 
@@ -24,6 +25,8 @@ pub struct Shared {
     pub io: Io,
     /// Everything else.
     pub core: Mutex<Core>,
+    /// What the kernel is to be told.
+    pub notifier: Notifier,
     /// Wakes the supervisor.
     pub bell: EventFd,
     /// The supervisor sleeps without a timeout and has to be told of work.
@@ -44,6 +47,7 @@ impl Shared {
         Ok(Shared {
             io,
             core: Mutex::new(core),
+            notifier: Notifier::default(),
             bell: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             supervisor_sleeps: AtomicBool::new(false),
             looking: AtomicBool::new(false),
@@ -102,6 +106,11 @@ impl Shared {
         self.ring();
     }
 
+    /// Tells the kernel what is old, for the life of the process.
+    pub fn notify(&self) {
+        self.notifier.run(&self.io);
+    }
+
     /// Delivers replies for the life of the process.
     pub fn write_replies(&self) {
         let replies = self.io.region.replies();
@@ -112,7 +121,14 @@ impl Shared {
                 continue;
             };
             let taken = deliver(&self.io, &delivery);
-            self.core.lock().delivered(&self.io, delivery, taken);
+            let unpins = {
+                let mut core = self.core.lock();
+                core.delivered(&self.io, delivery, taken);
+                !core.unpin.is_empty()
+            };
+            if unpins {
+                self.ring();
+            }
             self.made_room();
             self.progress.notify_all();
         }

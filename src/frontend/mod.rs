@@ -10,9 +10,11 @@ pub mod config;
 pub mod core;
 pub mod kernel;
 pub mod mount;
+pub mod notify;
 pub mod supervisor;
 pub mod vault;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -61,13 +63,14 @@ fn io(what: &'static str) -> impl Fn(std::io::Error) -> FrontendError {
     move |source| FrontendError::Io { what, source }
 }
 
-/// Serves a mount until it is unmounted. `ready` is called once: when the mount is served, or when
+/// Serves a mount until it is unmounted. `secrets` is a sealed memory file for the backend. `ready` is called once: when the mount is served, or when
 /// it cannot be; then nothing is left mounted and nothing left running.
 pub fn run(
     config: FrontendConfig,
+    secrets: Option<OwnedFd>,
     ready: impl FnOnce(Result<(), String>),
 ) -> Result<(), FrontendError> {
-    match begin(config) {
+    match begin(config, secrets) {
         Ok(mut supervisor) => {
             ready(Ok(()));
             supervisor.run();
@@ -81,23 +84,26 @@ pub fn run(
 }
 
 /// Backend first, mount last: what fails before leaves no trace in the file system.
-fn begin(config: FrontendConfig) -> Result<Supervisor, FrontendError> {
+fn begin(config: FrontendConfig, secrets: Option<OwnedFd>) -> Result<Supervisor, FrontendError> {
     crate::sys::use_one_heap();
     crate::sys::children_can_be_waited_for();
     supervisor::block_signals().map_err(io("block signals"))?;
     let nofile = raise_nofile();
     let region = Region::create().map_err(io("create the session region"))?;
     let tables = Tables::create().map_err(io("create the tables"))?;
-    let core = core::Core::new(tables, config.outage, nofile);
+    let core = core::Core::new(tables, config.outage, config.source.has_sessions(), nofile);
     let io_state = core::Io {
         region,
         fuse: std::sync::OnceLock::new(),
     };
     let shared = Arc::new(Shared::new(io_state, core).map_err(io("create an eventfd"))?);
     thread("writer", &shared, Shared::write_replies)?;
+    for _ in 0..notify::THREADS {
+        thread("notifier", &shared, Shared::notify)?;
+    }
     let mount_options = config.mount.clone();
     let mut supervisor =
-        Supervisor::new(shared.clone(), config).map_err(io("create a signalfd"))?;
+        Supervisor::new(shared.clone(), config, secrets).map_err(io("create a signalfd"))?;
     if let Err(e) = become_ready(&mut supervisor, &shared) {
         supervisor.stop();
         return Err(e);

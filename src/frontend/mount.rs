@@ -10,14 +10,15 @@
 //! | feature | chosen | why |
 //! |---|---|---|
 //! | `ASYNC_READ`, `ASYNC_DIO`, `PARALLEL_DIROPS` | yes | requests are independent in their slots |
-//! | `POSIX_LOCKS`, `FLOCK_LOCKS` | yes | locks are the store's, and restored after a death |
+//! | `POSIX_LOCKS` | yes | locks are the store's, and restored after a death |
+//! | `FLOCK_LOCKS` | local stores | CephFS has no call for them: there the kernel keeps them |
 //! | `EXPORT_SUPPORT` | yes | file handles outlive a backend: LOOKUP of `.` by node id works |
 //! | `BIG_WRITES`, `MAX_PAGES` | required | WRITE and READ of up to 1 MiB |
 //! | `DONT_MASK` | yes | the store applies the umask, as default ACLs want it |
 //! | `HAS_IOCTL_DIR` | yes | the flags of directories (`lsattr`) |
-//! | `AUTO_INVAL_DATA` | yes | pages go when another client has changed the file |
+//! | `AUTO_INVAL_DATA` | local stores | pages go when another client has changed the file; CephFS tells, and each cached read would ask it for attributes |
 //! | `DO_READDIRPLUS`, `READDIRPLUS_AUTO` | yes | `ls -l` in one pass, `ls` without lookups |
-//! | `POSIX_ACL` | yes | the kernel checks ACLs; implies `default_permissions` |
+//! | `POSIX_ACL` | local stores | the kernel checks ACLs; implies `default_permissions`. CephFS checks permissions itself, with the caller's groups |
 //! | `CACHE_SYMLINKS` | yes | a link's target never changes |
 //! | `HANDLE_KILLPRIV_V2` | required | the store drops set-id bits; without it each write asks for `security.capability` |
 //! | `SETXATTR_EXT` | required | decides the layout of SETXATTR, which is read in one form only |
@@ -89,6 +90,36 @@ pub const WANTED: InitFlags = REQUIRED
     .union(InitFlags::FUSE_HAS_EXPIRE_ONLY)
     .union(InitFlags::FUSE_HAS_RESEND)
     .union(InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP);
+
+/// What the store does itself, and so the kernel does not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Features {
+    /// The kernel checks permissions and notices by itself when a file was changed.
+    #[default]
+    Local,
+    /// The store checks permissions, tells of changes, and has no `flock(2)` locks.
+    Cluster,
+}
+
+impl Features {
+    fn wanted(self) -> InitFlags {
+        match self {
+            Features::Local => WANTED,
+            Features::Cluster => WANTED.difference(KERNELS_PART),
+        }
+    }
+
+    /// The kernel checks permissions.
+    fn default_permissions(self) -> bool {
+        self == Features::Local
+    }
+}
+
+/// What is not chosen with [`Features::Cluster`].
+const KERNELS_PART: InitFlags = InitFlags::FUSE_POSIX_ACL
+    .union(InitFlags::FUSE_FLOCK_LOCKS)
+    .union(InitFlags::FUSE_AUTO_INVAL_DATA);
 
 /// Why a mount was not made. Nothing stays mounted.
 #[derive(Debug, thiserror::Error)]
@@ -347,6 +378,9 @@ pub struct MountOptions {
     /// The options of `-o`.
     #[serde(default)]
     pub options: OptionList,
+    /// What the store does itself.
+    #[serde(default)]
+    pub features: Features,
 }
 
 /// A mount that was made. Dropping it does not unmount: close every duplicate of `fuse` for that, or
@@ -400,7 +434,7 @@ fn check_mountpoint(path: &Path) -> Result<PathBuf, MountError> {
 }
 
 fn mount_as_root(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted, MountError> {
-    let detached = Detached::create(&options.fsname, options.options.0, &mountpoint)?;
+    let detached = Detached::create(options, &mountpoint)?;
     move_mount(
         &detached.mount,
         "",
@@ -425,11 +459,12 @@ struct Detached {
 }
 
 impl Detached {
-    fn create(fsname: &str, flags: MountFlags, on: &Path) -> Result<Detached, MountError> {
+    fn create(options: &MountOptions, on: &Path) -> Result<Detached, MountError> {
+        let flags = options.options.0;
         let fuse = open_device()?;
         let context = fsopen("fuse", FsOpenFlags::FSOPEN_CLOEXEC).map_err(refused("fsopen", on))?;
         for (key, value) in [
-            ("source", fsname),
+            ("source", &*options.fsname),
             ("subtype", "evermount"),
             ("fd", &fuse.as_raw_fd().to_string()),
             ("rootmode", "40000"),
@@ -438,7 +473,10 @@ impl Detached {
         ] {
             fsconfig_set_string(&context, key, value).map_err(refused("fsconfig", on))?;
         }
-        let mut super_flags = vec!["allow_other", "default_permissions"];
+        let mut super_flags = vec!["allow_other"];
+        if options.features.default_permissions() {
+            super_flags.push("default_permissions");
+        }
         if flags.contains(MountFlags::READ_ONLY) {
             super_flags.push("ro");
         }
@@ -468,7 +506,7 @@ impl Detached {
         }
         let mount = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
             .map_err(refused("fsmount", on))?;
-        let greeting = handshake(fuse.as_fd(), on)?;
+        let greeting = handshake(fuse.as_fd(), on, options.features)?;
         Ok(Detached {
             fuse,
             mount,
@@ -507,7 +545,13 @@ pub struct Greeting {
 
 /// Finds out what the kernel's FUSE can do, with a mount that nobody ever sees. Needs root.
 pub fn probe() -> Result<Greeting, MountError> {
-    Ok(Detached::create("probe", MountFlags::empty(), Path::new("nothing"))?.greeting)
+    let options = MountOptions {
+        mountpoint: "nothing".into(),
+        fsname: "probe".to_owned(),
+        options: OptionList::default(),
+        features: Features::Local,
+    };
+    Ok(Detached::create(&options, Path::new("nothing"))?.greeting)
 }
 
 fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted, MountError> {
@@ -516,7 +560,11 @@ fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted,
         return Err(MountError::AllowOther);
     }
     // suid and dev are refused by fusermount3 itself, with a message of its own.
-    let mut list = OsString::from("subtype=evermount,default_permissions,fsname=");
+    let mut list = OsString::from("subtype=evermount,");
+    if options.features.default_permissions() {
+        list.push("default_permissions,");
+    }
+    list.push("fsname=");
     list.push(mountinfo::escape_option(options.fsname.as_ref()));
     for name in names(flags) {
         list.push(",");
@@ -564,7 +612,7 @@ fn mount_as_user(options: &MountOptions, mountpoint: PathBuf) -> Result<Mounted,
         let _ = unmount(&mountpoint, true);
         error
     };
-    let greeting = handshake(fuse.as_fd(), &mountpoint).map_err(undo)?;
+    let greeting = handshake(fuse.as_fd(), &mountpoint, options.features).map_err(undo)?;
     // O_PATH opens the root without asking the file system.
     let root = OpenOptions::new()
         .read(true)
@@ -641,11 +689,11 @@ fn receive_fd(socket: std::os::fd::BorrowedFd<'_>) -> Option<OwnedFd> {
 type Outcome = Result<Greeting, MountError>;
 
 /// Answers INIT and nothing else.
-struct Greeter(Arc<OnceLock<Outcome>>);
+struct Greeter(Arc<OnceLock<Outcome>>, Features);
 
 impl Filesystem for Greeter {
     fn init(&mut self, _req: &fuser::Request, config: &mut KernelConfig) -> io::Result<()> {
-        let outcome = choose(config);
+        let outcome = choose(config, self.1);
         let refused = outcome.is_err();
         let _ = self.0.set(outcome);
         if refused {
@@ -655,7 +703,7 @@ impl Filesystem for Greeter {
     }
 }
 
-fn choose(config: &mut KernelConfig) -> Outcome {
+fn choose(config: &mut KernelConfig, features: Features) -> Outcome {
     let abi = config.kernel_abi();
     if (abi.0, abi.1) < OLDEST_PROTOCOL {
         return Err(MountError::KernelTooOld {
@@ -670,7 +718,7 @@ fn choose(config: &mut KernelConfig) -> Outcome {
             missing: names.join(", "),
         });
     }
-    let chosen = WANTED.intersection(offered);
+    let chosen = features.wanted().intersection(offered);
     // All of them were offered, and the numbers are within fuser's limits, so none of these fails.
     let _ = config.add_capabilities(chosen);
     let _ = config.set_max_write(MAX_WRITE as u32);
@@ -678,14 +726,14 @@ fn choose(config: &mut KernelConfig) -> Outcome {
     Ok(Greeting {
         flags: chosen.bits(),
         protocol: (abi.0, abi.1),
-        lacking: (WANTED.difference(offered).iter_names())
+        lacking: (features.wanted().difference(offered).iter_names())
             .map(|(name, _)| name)
             .collect(),
     })
 }
 
 /// The INIT handshake.
-fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path) -> Outcome {
+fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path, features: Features) -> Outcome {
     let failed = |source| MountError::Handshake {
         path: mountpoint.to_owned(),
         source,
@@ -695,7 +743,7 @@ fn handshake(fuse: std::os::fd::BorrowedFd<'_>, mountpoint: &Path) -> Outcome {
     // A session made from a descriptor does not own the mount: dropping it closes the duplicate and
     // does no more. Its request loop is never run.
     let session = Session::from_fd(
-        Greeter(outcome.clone()),
+        Greeter(outcome.clone(), features),
         fd,
         SessionACL::All,
         fuser::Config::default(),
@@ -802,6 +850,7 @@ mod tests {
 
     fn options(mountpoint: &Path, list: &str) -> MountOptions {
         MountOptions {
+            features: Features::Local,
             mountpoint: mountpoint.to_owned(),
             fsname: "dir:/a b,c".into(),
             options: list.parse().unwrap(),
@@ -941,7 +990,7 @@ mod tests {
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
         let mut kernel = std::fs::File::from(kernel);
         kernel.write_all(&bytes).unwrap();
-        handshake(ours.as_fd(), Path::new("/mnt"))
+        handshake(ours.as_fd(), Path::new("/mnt"), Features::Local)
     }
 
     #[test]

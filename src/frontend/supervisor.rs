@@ -22,8 +22,11 @@ use super::callers::{Fate, fate};
 use super::core::Service;
 use super::kernel::Shared;
 use super::mount::unmount;
+use super::notify::Stale;
 use crate::backend::VaultKey;
-use crate::control::message::{BackendOptions, PROTOCOL, common_protocol};
+use crate::backend::server::EXIT_LOST;
+use crate::control::blob;
+use crate::control::message::{Attachment, LostLock, PROTOCOL, SessionNames, common_protocol};
 use crate::control::socket::Received;
 use crate::control::{
     BackendMessage, Command, CommandAnswer, Conn, ControlError, FrontendMessage, Listener, State,
@@ -41,12 +44,16 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A backend that was told to retire, or that closed its socket, has this long to exit.
 const EXIT_LIMIT: Duration = Duration::from_millis(500);
+/// As long as this if it has a session to end. Otherwise the store would wait for it for minutes.
+const SESSION_END_LIMIT: Duration = Duration::from_secs(30);
 /// Messages of a backend that are dealt with before anything else has its turn.
 const MESSAGES_PER_STEP: usize = 64;
 /// A backend that does not take an answer for this long is not worth waiting for.
 const SEND_LIMIT: Duration = Duration::from_secs(1);
 /// Generations in a row that died over their first request, after which the next one has to wait.
 const FRUITLESS_MAX: u32 = 5;
+/// Objects in one message.
+const UNPIN_MAX: usize = 256;
 /// Clients that may be connected at a time.
 const CLIENTS_MAX: usize = 32;
 
@@ -81,6 +88,12 @@ pub struct Supervisor {
     takeovers: u64,
     backend_version: Option<String>,
     root: Option<Identity>,
+    /// Configuration and key for the backend, sealed.
+    secrets: Option<OwnedFd>,
+    /// Beginning of the names of all sessions of this mount.
+    session_name: String,
+    /// Sessions that may still be with the store.
+    sessions: Vec<String>,
     reason: Option<String>,
     last_tick: Instant,
     requests_seen: u64,
@@ -89,7 +102,11 @@ pub struct Supervisor {
 impl Supervisor {
     /// Watches over a front-end. SIGTERM and SIGINT must be blocked in every thread
     /// ([`block_signals`]).
-    pub fn new(shared: Arc<Shared>, config: FrontendConfig) -> std::io::Result<Supervisor> {
+    pub fn new(
+        shared: Arc<Shared>,
+        config: FrontendConfig,
+        secrets: Option<OwnedFd>,
+    ) -> std::io::Result<Supervisor> {
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
         Ok(Supervisor {
             mountpoint: config.mount.mountpoint.clone(),
@@ -106,6 +123,9 @@ impl Supervisor {
             takeovers: 0,
             backend_version: None,
             root: None,
+            secrets,
+            session_name: random_name()?,
+            sessions: Vec::new(),
             reason: None,
             last_tick: Instant::now(),
             requests_seen: 0,
@@ -143,10 +163,15 @@ impl Supervisor {
             return;
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
+            let limit = if self.config.source.has_sessions() {
+                SESSION_END_LIMIT
+            } else {
+                EXIT_LIMIT
+            };
             let mut fds = [PollFd::new(backend.pidfd.as_fd(), PollFlags::POLLIN)];
             let _ = poll(
                 &mut fds,
-                PollTimeout::try_from(EXIT_LIMIT).unwrap_or(PollTimeout::ZERO),
+                PollTimeout::try_from(limit).unwrap_or(PollTimeout::ZERO),
             );
         }
         let _ = backend.child.kill();
@@ -163,6 +188,7 @@ impl Supervisor {
         let woken = self.wait(timeout);
         if woken.bell {
             let _ = self.shared.bell.read();
+            self.unpin();
         }
         if woken.signal {
             self.end_signal();
@@ -328,16 +354,24 @@ impl Supervisor {
                     return;
                 };
                 self.backend_version = Some(version);
-                let attach = FrontendMessage::Attach {
-                    protocol: common,
-                    generation: backend.generation,
-                    source: self.config.source.clone(),
-                    options: BackendOptions::default(),
-                };
-                backend.conn.send(&attach, &[self.shared.io.region.as_fd()])
+                return self.attach(common);
             }
-            BackendMessage::Ready { root, needs_paths } => {
-                return self.backend_ready(root, needs_paths);
+            BackendMessage::Ready {
+                root,
+                needs_paths,
+                lost_locks,
+            } => return self.backend_ready(root, needs_paths, &lost_locks),
+            BackendMessage::Stale { ranges } => {
+                let core = core.lock();
+                let stale = ranges.iter().filter_map(|range| {
+                    Some(Stale {
+                        nodeid: core.tables.find(&range.identity)?,
+                        off: range.off,
+                        len: range.len,
+                    })
+                });
+                self.shared.notifier.push(stale);
+                Ok(())
             }
             BackendMessage::Deposit { id, key } => {
                 let mut core = core.lock();
@@ -390,7 +424,73 @@ impl Supervisor {
         }
     }
 
-    fn backend_ready(&mut self, root: Identity, needs_paths: bool) {
+    /// Gives the backend everything it needs to serve.
+    fn attach(&mut self, protocol: u32) {
+        let Some(backend) = &mut self.backend else {
+            return;
+        };
+        let mut session = SessionNames::default();
+        let mut attachments = Vec::new();
+        let mut sealed = Vec::new();
+        if self.config.source.has_sessions() {
+            session = SessionNames {
+                own: format!("{}-{}", self.session_name, backend.generation),
+                old: self.sessions.clone(),
+            };
+            self.sessions.push(session.own.clone());
+            let restore = self.shared.core.lock().restore();
+            let text = serde_json::to_vec(&restore).map_err(std::io::Error::from);
+            match text.and_then(|text| blob::seal("evermount-restore", &text)) {
+                Ok(fd) => {
+                    attachments.push(Attachment::Restore);
+                    sealed.push(fd);
+                }
+                Err(e) => {
+                    backend.failed = Some(format!("cannot tell the backend what is open: {e}"));
+                    backend.kill_at = Some(Instant::now());
+                    return;
+                }
+            }
+        }
+        let mut fds = vec![self.shared.io.region.as_fd()];
+        fds.extend(sealed.iter().map(AsFd::as_fd));
+        if let Some(secrets) = &self.secrets {
+            attachments.push(Attachment::Secrets);
+            fds.push(secrets.as_fd());
+        }
+        let attach = FrontendMessage::Attach {
+            protocol,
+            generation: backend.generation,
+            source: self.config.source.clone(),
+            options: self.config.backend.clone(),
+            session,
+            attachments,
+        };
+        if let Err(e) = backend.conn.send(&attach, &fds) {
+            tracing::warn!("attach: {e}");
+            backend.kill_at = Some(Instant::now());
+        }
+    }
+
+    /// Tells the backend which objects without a name nobody knows any more.
+    fn unpin(&mut self) {
+        // One that is not ready yet, or not there, learns it when it is: it may just be told of them.
+        let Some(backend) = self.backend.as_ref().filter(|b| b.ready) else {
+            return;
+        };
+        let identities = std::mem::take(&mut self.shared.core.lock().unpin);
+        for part in identities.chunks(UNPIN_MAX) {
+            let identities = part.to_vec();
+            if let Err(e) = backend
+                .conn
+                .send(&FrontendMessage::Unpin { identities }, &[])
+            {
+                tracing::warn!("unpin: {e}");
+            }
+        }
+    }
+
+    fn backend_ready(&mut self, root: Identity, needs_paths: bool, lost_locks: &[LostLock]) {
         let Some(backend) = &mut self.backend else {
             return;
         };
@@ -413,43 +513,25 @@ impl Supervisor {
         } else {
             self.takeovers += 1;
         }
+        core.lose_locks(&self.shared.io, lost_locks);
         core.backend_ready(&self.shared.io, generation, needs_paths);
         self.shared.made_room();
-        let stale = std::mem::take(&mut core.stale);
+        let attributes = std::mem::take(&mut core.stale);
+        let unseen = if self.config.source.has_sessions() && generation > 1 {
+            core.open_nodes()
+        } else {
+            Vec::new()
+        };
         drop(core);
         self.shared.progress.notify_all();
-        if !stale.is_empty() {
-            self.invalidate(stale);
+        let notifier = &self.shared.notifier;
+        notifier.push(unseen.into_iter().map(Stale::everything));
+        notifier.push(attributes.into_iter().map(Stale::attributes));
+        // It has ended all the others.
+        if let Some(own) = self.sessions.pop() {
+            self.sessions = vec![own];
         }
-    }
-
-    /// Tells the kernel that attributes may be stale. In a thread of its own, because a notification
-    /// waits for requests in flight.
-    fn invalidate(&self, stale: Vec<u64>) {
-        use crate::wire::abi::{NotifyInvalInode, OutHeader, notify};
-        use zerocopy::IntoBytes;
-        let shared = self.shared.clone();
-        let work = move || {
-            let Some(fuse) = shared.io.fuse.get() else {
-                return;
-            };
-            for ino in stale {
-                // A negative offset: attributes only, no pages.
-                let body = NotifyInvalInode {
-                    ino,
-                    off: -1,
-                    len: 0,
-                };
-                let header = OutHeader {
-                    len: (size_of::<OutHeader>() + size_of::<NotifyInvalInode>()) as u32,
-                    error: notify::INVAL_INODE,
-                    unique: 0,
-                };
-                // ENOENT: the kernel does not know it any more.
-                let _ = nix::unistd::write(fuse, &[header.as_bytes(), body.as_bytes()].concat());
-            }
-        };
-        aside("invalidate", work);
+        self.unpin();
     }
 
     fn backend_exited(&mut self) {
@@ -525,9 +607,9 @@ impl Supervisor {
         drop(core);
         // What was answered early made room, and there may be no reply any more that tells it.
         self.shared.made_room();
-        if !stale.is_empty() {
-            self.invalidate(stale);
-        }
+        self.shared
+            .notifier
+            .push(stale.into_iter().map(Stale::attributes));
         if slack {
             // Tens of megabytes after an outage, or when the kernel forgot a million inodes.
             sys::give_memory_back();
@@ -605,6 +687,7 @@ impl Supervisor {
             open_files: core.tables.open_files(),
             open_dirs: core.tables.open_dirs(),
             locks: core.tables.locks(),
+            lost_locks: core.counters.lost_locks,
             inodes: core.tables.inodes(),
             inflight: core.inflight() as u64,
             oldest_request_ms: core.oldest().map(since),
@@ -615,7 +698,7 @@ impl Supervisor {
             early_answers: core.counters.early_answers,
             waiters: core.waiters() as u64,
             restarts_failed: u64::from(self.failures),
-            // This backend keeps nothing unflushed, and its locks live in the vault.
+            // No backend keeps anything unflushed.
             ..Status::default()
         }
     }
@@ -715,8 +798,14 @@ fn own_doing(status: ExitStatus) -> bool {
             libc::SIGSYS,
         ]
         .contains(&signal),
-        None => !status.success(),
+        None => !status.success() && status.code() != Some(EXIT_LOST),
     }
+}
+
+/// 128 random bits: every mount of a cluster has sessions under names of its own.
+fn random_name() -> std::io::Result<String> {
+    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?;
+    Ok(format!("evermount-{}", uuid.trim()))
 }
 
 fn describe(status: ExitStatus) -> String {

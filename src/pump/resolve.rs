@@ -7,7 +7,7 @@ use crate::wire::{Errno, Op, Request};
 /// Builds the annex of a request, and the paths that go with it if `paths` are wanted.
 ///
 /// An unknown node or handle is ESTALE and EBADF: the kernel only uses what it was given, so this is
-/// a request for something that was lost or never existed. For an operation that opens, a handle is
+/// a request for something that was lost or never existed. A handle whose lock was lost is EIO. For an operation that opens, a handle is
 /// reserved; whoever does not issue the request after all gives it back (`Tables::close_handle`).
 pub fn resolve(
     tables: &mut Tables,
@@ -21,14 +21,26 @@ pub fn resolve(
     };
     let mut path_bytes = Vec::new();
     let batch = matches!(request.op, Op::BatchForget { .. });
-    if !batch && request.header.nodeid != 0 {
-        annex.node = node_ref(tables, request.header.nodeid, paths, &mut path_bytes)?;
+    let nodeid = request.header.nodeid;
+    if !batch && nodeid != 0 {
+        annex.node = match node_ref(tables, nodeid, paths, &mut path_bytes) {
+            // The end of a handle that an outage delayed, until after the end of its node.
+            Err(_) if matches!(request.op, Op::Release(_)) => NodeRef {
+                nodeid,
+                ..NodeRef::default()
+            },
+            node => node?,
+        };
     }
     if let Some(second) = request.second_node() {
         annex.second = node_ref(tables, second, paths, &mut path_bytes)?;
     }
     if let Some(fh) = request.fh() {
         annex.handle = handle_ref(tables, fh);
+        let ends = matches!(request.op, Op::Release(_) | Op::Flush(_));
+        if !ends && tables.handle(fh).is_some_and(|h| h.lost) {
+            return Err(Errno::EIO);
+        }
     }
     if let Op::CopyFileRange(copy) = request.op {
         annex.second_handle = handle_ref(tables, copy.fh_out);

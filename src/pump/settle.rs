@@ -428,6 +428,7 @@ impl Settling<'_> {
                 uid: h.uid,
                 gid: h.gid,
                 pid: h.pid,
+                lost: false,
             },
         );
         self.given.handle = Some(fh);

@@ -165,10 +165,17 @@ pub struct Journal {
     pub size: u64,
     /// Offset an append was given.
     pub offset: u64,
-    /// Backend's own.
+    /// Backend's own, but for [`Journal::LAST_NAME`].
     pub flags: u64,
     /// Backend's own.
     pub extra: u64,
+}
+
+impl Journal {
+    /// Bit of `flags` that means the same for all backends: the operation takes the last name of
+    /// `target`. As long as the kernel knows it, each generation has to find it by its identity before
+    /// it does anything else.
+    pub const LAST_NAME: u64 = 1 << 63;
 }
 
 const PHASE: usize = 0;

@@ -61,6 +61,7 @@ errnos!(
     EPROTO,
     ERANGE,
     EROFS,
+    ESHUTDOWN,
     ESTALE,
     ETIMEDOUT,
     ETXTBSY,

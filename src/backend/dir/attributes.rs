@@ -1,7 +1,6 @@
 //! Attributes: GETATTR, STATX, SETATTR, and the set-id bits.
 
 use std::os::fd::{AsFd, AsRawFd};
-use std::time::Duration;
 
 use rustix::fs::{
     AtFlags, Gid, Mode, Statx as Stat, StatxAttributes, StatxFlags, StatxTimestamp, Timespec,
@@ -12,20 +11,9 @@ use zerocopy::IntoBytes;
 use super::identity::{Found, stat};
 use super::{Answer, Attempt, Call, Dir};
 use crate::backend::Replayed;
+use crate::backend::convert::{encode_dev, has_values, kills_setid, nanoseconds, without_setid};
 use crate::wire::Errno;
-use crate::wire::abi::{
-    Attr, AttrOut, EntryOut, SetattrIn, SetattrValid, Statx, StatxIn, StatxOut, SxTime,
-};
-
-/// A device number as the FUSE protocol has it: `new_encode_dev` of `linux/kdev_t.h`.
-pub(super) fn encode_dev(major: u32, minor: u32) -> u32 {
-    (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12)
-}
-
-/// The device number a MKNOD names.
-pub(super) fn decode_dev(dev: u32) -> rustix::fs::Dev {
-    rustix::fs::makedev((dev >> 8) & 0xfff, (dev & 0xff) | ((dev >> 12) & 0xfff00))
-}
+use crate::wire::abi::{Attr, EntryOut, SetattrIn, SetattrValid, Statx, StatxIn, StatxOut, SxTime};
 
 fn attr(st: &Stat) -> Attr {
     Attr {
@@ -48,43 +36,25 @@ fn attr(st: &Stat) -> Attr {
     }
 }
 
-/// A time of a file as nanoseconds since the epoch.
-pub(super) fn nanoseconds(t: &StatxTimestamp) -> i128 {
-    i128::from(t.tv_sec) * 1_000_000_000 + i128::from(t.tv_nsec)
-}
-
 /// Times of files come from a clock that ticks every few milliseconds, so a file made after a
 /// request arrived may be stamped a little before.
 pub(super) fn not_before(time: &StatxTimestamp, arrived_ns: u64) -> bool {
+    nanoseconds(time.tv_sec, time.tv_nsec) >= earliest(arrived_ns)
+}
+
+fn earliest(arrived_ns: u64) -> i128 {
     const TICK_NS: i128 = 10_000_000;
-    nanoseconds(time) >= i128::from(arrived_ns) - TICK_NS
+    i128::from(arrived_ns) - TICK_NS
 }
 
 impl Dir {
     /// What the kernel gets of an object it looks up.
     pub(super) fn entry(&self, found: &Found) -> EntryOut {
-        let (entry_valid, entry_valid_nsec) = split(self.options.entry_timeout);
-        let (attr_valid, attr_valid_nsec) = split(self.options.attr_timeout);
-        EntryOut {
-            nodeid: 0,
-            generation: 0,
-            entry_valid,
-            attr_valid,
-            entry_valid_nsec,
-            attr_valid_nsec,
-            attr: attr(&found.stat),
-        }
+        self.options.timeouts.entry(attr(&found.stat))
     }
 
     fn attr_out(&self, st: &Stat) -> Answer {
-        let (attr_valid, attr_valid_nsec) = split(self.options.attr_timeout);
-        let out = AttrOut {
-            attr_valid,
-            attr_valid_nsec,
-            dummy: 0,
-            attr: attr(st),
-        };
-        Answer::Data(out.as_bytes().to_vec())
+        self.options.timeouts.attr(attr(st))
     }
 
     /// Attributes through the open file if this process has it, else through the node: a handle is
@@ -102,7 +72,7 @@ impl Dir {
 
     pub(super) fn statx(&self, call: &Call<'_>, arg: StatxIn) -> Result<Answer, Errno> {
         let st = self.stat_request(call)?;
-        let (attr_valid, attr_valid_nsec) = split(self.options.attr_timeout);
+        let timeout = self.options.timeouts.attr;
         let time = |t: &StatxTimestamp| SxTime {
             sec: t.tv_sec,
             nsec: t.tv_nsec,
@@ -112,8 +82,8 @@ impl Dir {
         let hidden = (StatxAttributes::MOUNT_ROOT | StatxAttributes::AUTOMOUNT).bits();
         let wanted = StatxFlags::BASIC_STATS.bits() | arg.sx_mask & StatxFlags::BTIME.bits();
         let out = StatxOut {
-            attr_valid,
-            attr_valid_nsec,
+            attr_valid: timeout.as_secs(),
+            attr_valid_nsec: timeout.subsec_nanos(),
             flags: 0,
             spare: [0; 2],
             stat: Statx {
@@ -157,7 +127,7 @@ impl Dir {
         let node = self.node(call)?;
         if attempt.is_again() {
             let now = stat(&node)?;
-            if has_values(&now, &arg, valid, call.annex.arrived_ns) {
+            if has_values(&attr(&now), &arg, valid, earliest(call.annex.arrived_ns)) {
                 call.note(Replayed::Verified);
                 return Ok(self.attr_out(&now));
             }
@@ -245,30 +215,6 @@ pub(super) fn proc_path(fd: impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
 
-fn split(timeout: Duration) -> (u64, u32) {
-    (timeout.as_secs(), timeout.subsec_nanos())
-}
-
-fn without_setid(mode: u32) -> u32 {
-    if mode & libc::S_IFMT != libc::S_IFREG {
-        return mode;
-    }
-    let group = if mode & libc::S_IXGRP != 0 {
-        libc::S_ISGID
-    } else {
-        0
-    };
-    mode & !(libc::S_ISUID | group)
-}
-
-/// The kernel wants the set-id bits gone (`FATTR_KILL_SUIDGID`) and does not give a mode itself.
-fn kills_setid(valid: SetattrValid) -> bool {
-    let changes = SetattrValid::SIZE | SetattrValid::UID | SetattrValid::GID;
-    valid.contains(SetattrValid::KILL_SUIDGID)
-        && valid.intersects(changes)
-        && !valid.contains(SetattrValid::MODE)
-}
-
 fn times(arg: &SetattrIn, valid: SetattrValid) -> Option<Timestamps> {
     if !valid.intersects(SetattrValid::ATIME | SetattrValid::MTIME) {
         return None;
@@ -297,63 +243,4 @@ fn times(arg: &SetattrIn, valid: SetattrValid) -> Option<Timestamps> {
             arg.mtimensec,
         ),
     })
-}
-
-/// Every attribute that was asked for has its value.
-fn has_values(st: &Stat, arg: &SetattrIn, valid: SetattrValid, arrived_ns: u64) -> bool {
-    let mode = u32::from(st.stx_mode);
-    let time = |set, now, t: &StatxTimestamp, sec: u64, nsec: u32| {
-        !valid.contains(set)
-            || if valid.contains(now) {
-                not_before(t, arrived_ns)
-            } else {
-                t.tv_sec == sec as i64 && t.tv_nsec == nsec
-            }
-    };
-    (!valid.contains(SetattrValid::MODE) || (mode ^ arg.mode) & 0o7777 == 0)
-        && (!valid.contains(SetattrValid::UID) || st.stx_uid == arg.uid)
-        && (!valid.contains(SetattrValid::GID) || st.stx_gid == arg.gid)
-        && (!valid.contains(SetattrValid::SIZE) || st.stx_size == arg.size)
-        && (!kills_setid(valid) || without_setid(mode) == mode)
-        && time(
-            SetattrValid::ATIME,
-            SetattrValid::ATIME_NOW,
-            &st.stx_atime,
-            arg.atime,
-            arg.atimensec,
-        )
-        && time(
-            SetattrValid::MTIME,
-            SetattrValid::MTIME_NOW,
-            &st.stx_mtime,
-            arg.mtime,
-            arg.mtimensec,
-        )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn device_numbers_survive_the_protocol() {
-        for (major, minor) in [(0, 0), (8, 1), (259, 0x12345), (0xfff, 0xfffff)] {
-            let dev = decode_dev(encode_dev(major, minor));
-            assert_eq!(
-                (rustix::fs::major(dev), rustix::fs::minor(dev)),
-                (major, minor)
-            );
-        }
-    }
-
-    #[test]
-    fn a_setgid_bit_without_group_execution_stays() {
-        let file = libc::S_IFREG;
-        assert_eq!(without_setid(file | 0o6755), file | 0o755);
-        assert_eq!(without_setid(file | 0o6745), file | 0o2745);
-        assert_eq!(
-            without_setid(libc::S_IFDIR | 0o2755),
-            libc::S_IFDIR | 0o2755
-        );
-    }
 }

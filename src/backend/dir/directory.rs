@@ -7,15 +7,12 @@ use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::SeekFrom;
-use zerocopy::IntoBytes;
 
-use super::files::Handle;
 use super::{Answer, Call, Dir};
-use crate::region::Identity;
-use crate::region::slot::REPLY_IDS;
+use crate::backend::listing::{Listing, Name};
 use crate::sys;
-use crate::wire::abi::{Dirent, EntryOut, ReadIn, dirent_size, direntplus_size};
-use crate::wire::{Errno, Opcode};
+use crate::wire::Errno;
+use crate::wire::abi::ReadIn;
 
 /// Bytes read from the store at a time.
 const BUFFER: usize = 32 * 1024;
@@ -106,114 +103,39 @@ impl Stream {
     }
 }
 
-/// The entries of a reply.
-struct Listing {
-    bytes: Vec<u8>,
-    ids: Vec<Identity>,
-    space: usize,
-    id_space: usize,
-}
-
-impl Listing {
-    fn push(&mut self, entry: &Entry<'_>, size: usize) {
-        let name = entry.name.to_bytes();
-        let dirent = Dirent {
-            ino: entry.ino,
-            off: entry.next,
-            namelen: name.len() as u32,
-            typ: entry.file_type.into(),
-        };
-        let end = self.bytes.len() + size;
-        self.bytes.extend_from_slice(dirent.as_bytes());
-        self.bytes.extend_from_slice(name);
-        // Entries begin at multiples of eight.
-        self.bytes.resize(end, 0);
-    }
-}
-
 impl Dir {
     pub(super) fn readdir(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
         let handle = self.file(call)?;
         let directory = handle.fd.as_fd();
-        let plus = call.request.opcode == Opcode::Readdirplus;
-        let mut list = Listing {
-            bytes: Vec::new(),
-            ids: Vec::new(),
-            space: (arg.size as usize).min(call.reply_space()),
-            id_space: REPLY_IDS - 2,
-        };
+        let mut list = Listing::new(call, arg);
         let mut stream = handle.stream.lock();
         stream.seek(directory, arg.offset)?;
-        let full = loop {
+        loop {
             let entry = match stream.peek(directory) {
                 Ok(Some(entry)) => entry,
-                Ok(None) => break false,
+                Ok(None) => break,
                 // Told when it comes first: what was read before it counts.
-                Err(_) if !list.bytes.is_empty() => break false,
+                Err(_) if !list.is_empty() => break,
                 Err(e) => return Err(e),
             };
-            let fits = if plus {
-                self.push_plus(&handle, &entry, &mut list)?
-            } else {
-                let size = dirent_size(entry.name.count_bytes());
-                let fits = list.bytes.len() + size <= list.space;
-                if fits {
-                    list.push(&entry, size);
-                }
-                fits
+            let name = Name {
+                ino: entry.ino,
+                next: entry.next,
+                file_type: entry.file_type,
+                name: entry.name.to_bytes(),
             };
-            if !fits {
-                break true;
+            let found = || {
+                // What is not ours is a plain name, too.
+                let found = self.look(directory, entry.name).ok()?;
+                Some((self.entry(&found), found.id))
+            };
+            if !list.push(&name, found) {
+                break;
             }
             let (len, next) = (entry.len, entry.next);
             stream.advance(len, next);
-        };
-        if full && list.bytes.is_empty() {
-            return Err(Errno::EINVAL);
         }
-        Ok(if plus {
-            Answer::Entries(list.bytes, list.ids)
-        } else {
-            Answer::Data(list.bytes)
-        })
-    }
-
-    /// Adds an entry with what it refers to. `.`, `..` and what vanished meanwhile (or is not ours)
-    /// are plain names: node id 0, which the kernel does not count as a lookup.
-    fn push_plus(
-        &self,
-        directory: &Handle,
-        entry: &Entry<'_>,
-        list: &mut Listing,
-    ) -> Result<bool, Errno> {
-        let name = entry.name;
-        let size = direntplus_size(name.count_bytes());
-        if list.bytes.len() + size > list.space {
-            return Ok(false);
-        }
-        let dots = name == c"." || name == c"..";
-        let found = if dots {
-            None
-        } else {
-            self.look(directory.fd.as_fd(), name).ok()
-        };
-        let out = match &found {
-            None => EntryOut::default(),
-            Some(found) => {
-                let id_len = 1 + found.id.as_bytes_ref().len();
-                if id_len > list.id_space {
-                    return Ok(false);
-                }
-                list.id_space -= id_len;
-                list.ids.push(found.id);
-                let mut out = self.entry(found);
-                out.nodeid = 1;
-                out
-            }
-        };
-        list.bytes.extend_from_slice(out.as_bytes());
-        list.push(entry, size - size_of::<EntryOut>());
-        Ok(true)
+        list.answer()
     }
 }
 

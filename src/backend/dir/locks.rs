@@ -16,12 +16,10 @@ use rustix::fs::FlockOperation;
 use zerocopy::IntoBytes;
 
 use super::{Answer, Call, Dir, Stripes, VaultKey};
+use crate::backend::convert::{LOCK_END, from_flock, to_flock};
 use crate::sys;
 use crate::wire::Errno;
 use crate::wire::abi::{FileLock, LK_FLOCK, LkIn, LkOut};
-
-/// The last byte a lock can cover: `OFFSET_MAX`, which means "to the end".
-const END: u64 = i64::MAX as u64;
 
 /// Who holds a lock on what.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -119,24 +117,8 @@ impl Dir {
             None => Arc::new(self.open_for_locks(call)?),
         };
         let found = sys::ofd_lock(&fd, true, lock)?;
-        let lk = if i32::from(found.l_type) == libc::F_UNLCK {
-            FileLock {
-                typ: libc::F_UNLCK as u32,
-                ..arg.lk
-            }
-        } else {
-            let start = found.l_start as u64;
-            FileLock {
-                start,
-                end: match found.l_len {
-                    0 => END,
-                    len => start.saturating_add(len as u64) - 1,
-                },
-                typ: found.l_type as u32,
-                // Owners of descriptions have no pid (-1): whoever has the lock table knows it.
-                pid: u32::try_from(found.l_pid).unwrap_or(0),
-            }
-        };
+        // Owners of descriptions have no pid: whoever has the lock table knows it.
+        let lk = from_flock(&found, &arg.lk);
         Ok(Answer::Data(LkOut { lk }.as_bytes().to_vec()))
     }
 
@@ -230,7 +212,7 @@ impl Dir {
         } else {
             let everything = FileLock {
                 start: 0,
-                end: END,
+                end: LOCK_END,
                 typ: libc::F_UNLCK as u32,
                 pid: 0,
             };
@@ -260,27 +242,4 @@ fn flock(fd: &OwnedFd, kind: libc::c_short) -> Result<(), Errno> {
         _ => FlockOperation::NonBlockingLockExclusive,
     };
     Ok(rustix::fs::flock(fd, operation)?)
-}
-
-/// `start..=end` as `fcntl(2)` takes it, where a length of 0 means "to the end".
-fn to_flock(lk: &FileLock) -> Result<libc::flock, Errno> {
-    let kind = i32::try_from(lk.typ).unwrap_or(-1);
-    if ![libc::F_RDLCK, libc::F_WRLCK, libc::F_UNLCK].contains(&kind)
-        || lk.start > END
-        || lk.end < lk.start
-    {
-        return Err(Errno::EINVAL);
-    }
-    let len = if lk.end >= END {
-        0
-    } else {
-        lk.end - lk.start + 1
-    };
-    Ok(libc::flock {
-        l_type: kind as libc::c_short,
-        l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: lk.start as i64,
-        l_len: len as i64,
-        l_pid: 0,
-    })
 }

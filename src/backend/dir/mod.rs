@@ -39,7 +39,6 @@ mod verify;
 mod xattr;
 
 use std::ffi::{CString, OsStr};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -47,14 +46,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{Mode, OFlags, openat};
 
 use self::cache::NodeCache;
 use self::files::Handles;
 use self::identity::{Naming, stat};
 use self::locks::Locks;
-use super::{Answer, Attempt, Backend, Call, Vault, VaultKey};
+use super::convert::Timeouts;
+use super::{Answer, Attempt, Backend, Call, Stripes, Vault, VaultKey};
 use crate::region::Identity;
 use crate::region::slot::{Journal, NodeRef};
 use crate::sys;
@@ -67,10 +66,8 @@ const CACHED_NODES: usize = 1024;
 /// How a directory is served.
 #[derive(Clone, Copy, Debug)]
 pub struct DirOptions {
-    /// How long the kernel may trust a name.
-    pub entry_timeout: Duration,
-    /// How long the kernel may trust attributes.
-    pub attr_timeout: Duration,
+    /// How long the kernel may trust what it is told.
+    pub timeouts: Timeouts,
     /// Find objects by walking even where file handles work. For tests; it is slower and loses
     /// objects that are renamed outside of the mount.
     pub always_walk: bool,
@@ -79,8 +76,10 @@ pub struct DirOptions {
 impl Default for DirOptions {
     fn default() -> DirOptions {
         DirOptions {
-            entry_timeout: Duration::from_secs(1),
-            attr_timeout: Duration::from_secs(1),
+            timeouts: Timeouts {
+                entry: Duration::from_secs(1),
+                attr: Duration::from_secs(1),
+            },
             always_walk: false,
         }
     }
@@ -300,23 +299,6 @@ fn cache_size() -> usize {
 /// A name as system calls take it.
 fn c_name(name: &OsStr) -> Result<CString, Errno> {
     CString::new(name.as_bytes()).map_err(|_| Errno::EINVAL)
-}
-
-/// Locks of a fixed number, shared by whatever hashes to the same one.
-struct Stripes([Mutex<()>; 64]);
-
-impl Default for Stripes {
-    fn default() -> Stripes {
-        Stripes(std::array::from_fn(|_| Mutex::default()))
-    }
-}
-
-impl Stripes {
-    fn lock(&self, key: impl Hash) -> MutexGuard<'_, ()> {
-        let mut hasher = DefaultHasher::new();
-        key.hash(&mut hasher);
-        self.0[hasher.finish() as usize % self.0.len()].lock()
-    }
 }
 
 impl Backend for Dir {

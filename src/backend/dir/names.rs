@@ -9,13 +9,13 @@ use rustix::fs::{
     renameat_with, symlinkat, unlinkat,
 };
 
-use super::attributes::decode_dev;
 use super::caller::Acting;
 use super::files::{Handle, sanitized};
 use super::identity::{Found, Naming, stat};
 use super::verify::Made;
 use super::{Answer, Attempt, Call, Dir, VaultKey, c_name};
 use crate::backend::Replayed;
+use crate::backend::convert::decode_dev;
 use crate::region::Identity;
 use crate::wire::Errno;
 use crate::wire::abi::{CreateIn, MkdirIn, MknodIn, ROOT_ID};

@@ -13,11 +13,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{FileType, Mode, OFlags, RenameFlags, StatxFlags, openat, readlinkat};
 
-use super::attributes::{encode_dev, not_before};
+use super::attributes::not_before;
 use super::directory::is_empty;
 use super::identity::Found;
 use super::xattr::EXISTED;
 use super::{Call, Dir, c_name};
+use crate::backend::convert::encode_dev;
 use crate::region::slot::Journal;
 use crate::wire::abi::SetattrValid;
 use crate::wire::{Errno, Op, Opcode};

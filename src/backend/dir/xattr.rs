@@ -8,28 +8,20 @@ use std::ffi::OsStr;
 use rustix::fs::{
     XattrFlags, getxattr, getxattr_query, listxattr, listxattr_query, removexattr, setxattr,
 };
-use zerocopy::IntoBytes;
 
 use super::attributes::proc_path;
 use super::identity::stat;
 use super::{Answer, Attempt, Call, Dir};
 use crate::backend::Replayed;
+use crate::backend::convert::size_out;
 use crate::wire::Errno;
-use crate::wire::abi::{GetxattrIn, GetxattrOut, SETXATTR_ACL_KILL_SGID, SetxattrIn};
+use crate::wire::abi::{GetxattrIn, SETXATTR_ACL_KILL_SGID, SetxattrIn};
 
 /// Largest value and largest list of names (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const MAX: usize = 65536;
 
 /// Journal flag: the attribute existed before.
 pub(super) const EXISTED: u64 = 1 << 1;
-
-fn size_out(size: usize) -> Answer {
-    let out = GetxattrOut {
-        size: size as u32,
-        padding: 0,
-    };
-    Answer::Data(out.as_bytes().to_vec())
-}
 
 impl Dir {
     pub(super) fn getxattr(

@@ -61,6 +61,7 @@ impl Core {
         if let Op::Release(release) = request.op {
             self.vault.drop_locks_of(release.fh);
         }
+        self.note_last_name(&slot, &request, slot.reply_header().error == 0);
         self.apply(io, &effects);
         self.remember_root(io, &request, &slot, &reply);
         if reply == Reply::Waits
@@ -191,6 +192,7 @@ impl Core {
             match effect {
                 Effect::Forgotten(identity) => {
                     self.vault.discard(&VaultKey::Inode(identity));
+                    self.forget_pinned(identity);
                 }
                 Effect::Known(identity, nodeid) => {
                     if self.vault.claim(&identity) {

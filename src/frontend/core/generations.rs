@@ -55,7 +55,13 @@ impl Core {
                 continue;
             }
             match phase {
-                Some(Phase::Running) => started.push(index),
+                Some(Phase::Running) => {
+                    started.push(index);
+                    let bytes = slot.copy_request();
+                    if let Some(request) = self.genuine(index, &bytes) {
+                        self.note_last_name(&slot, &request, true);
+                    }
+                }
                 Some(Phase::Preparing) => {
                     started.push(index);
                     slot.set_phase(Phase::Queued);

@@ -18,13 +18,14 @@ mod arrival;
 mod completion;
 mod generations;
 mod outage;
+mod sessions;
 #[cfg(test)]
 mod tests;
 mod waiters;
 
 pub use completion::deliver;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -169,6 +170,8 @@ pub struct Counters {
     pub early_answers: u64,
     /// Requests taken from the kernel.
     pub requests: u64,
+    /// Locked ranges that could not be locked again.
+    pub lost_locks: u64,
     /// Replies of a backend that made no sense.
     pub protocol_errors: u64,
 }
@@ -191,8 +194,14 @@ pub struct Core {
     pub last_pause: Option<u64>,
     /// The longest of them.
     pub longest_pause: u64,
-    /// What an application may see stale: to be invalidated by a thread that serves nothing.
+    /// Nodes whose attributes may be stale: to be told to the kernel.
     pub stale: Vec<u64>,
+    /// Objects without a name that the kernel knows, of stores with sessions.
+    pinned: HashSet<Identity>,
+    /// Those it does not know any more: to be told to the backend.
+    pub unpin: Vec<Identity>,
+    /// The store has sessions ([`sessions`]).
+    sessions: bool,
     needs_paths: bool,
     policy: OutagePolicy,
     slots: Vec<Option<InSlot>>,
@@ -247,7 +256,7 @@ impl Io {
 
 impl Core {
     /// The state of a mount that has no backend yet.
-    pub fn new(tables: Tables, policy: OutagePolicy, nofile: usize) -> Core {
+    pub fn new(tables: Tables, policy: OutagePolicy, sessions: bool, nofile: usize) -> Core {
         let mut free_slots: Vec<SlotIndex> = (0..SLOTS).rev().filter_map(SlotIndex::new).collect();
         let mut free_chunks: Vec<u16> = (0..CHUNKS as u16).rev().collect();
         let reader_slot = free_slots.pop().expect("SLOTS > 0");
@@ -264,6 +273,9 @@ impl Core {
             last_pause: None,
             longest_pause: 0,
             stale: Vec::new(),
+            pinned: HashSet::new(),
+            unpin: Vec::new(),
+            sessions,
             needs_paths: false,
             policy,
             slots: (0..SLOTS).map(|_| None).collect(),

@@ -48,6 +48,7 @@ impl Core {
             }
             Op::Release(release) => {
                 self.vault.drop_locks_of(release.fh);
+                self.tell_later(held, request);
                 settle::release(&mut self.tables, release.fh)
             }
             Op::Setlk(lk) if lk.lk.typ == libc::F_UNLCK as u32 => {
@@ -72,6 +73,9 @@ impl Core {
                 });
                 let mut effects = Vec::new();
                 settle::drop_owner(&mut self.tables, nodeid, owner, &mut effects);
+                if !effects.is_empty() {
+                    self.tell_later(held, request);
+                }
                 effects
             }
             _ => return false,
@@ -117,6 +121,7 @@ impl Core {
                         uid: request.header.uid,
                         gid: request.header.gid,
                         pid: request.header.pid,
+                        lost: false,
                     },
                 );
                 opened = Some(fh);

@@ -16,7 +16,7 @@ fn serving() -> (Core, Io, UnixStream) {
         region: Region::create().unwrap(),
         fuse: OwnedFd::from(ours).into(),
     };
-    let mut core = Core::new(Tables::create().unwrap(), OutagePolicy::Queue, 1024);
+    let mut core = Core::new(Tables::create().unwrap(), OutagePolicy::Queue, false, 1024);
     let root = Identity::new(b"root").unwrap();
     core.tables.set_root(&root, &Attr::default());
     core.backend_ready(&io, 1, false);

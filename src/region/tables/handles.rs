@@ -18,7 +18,8 @@ struct Record {
     uid: u32,
     gid: u32,
     pid: u32,
-    reserved: [u32; 7],
+    lost: u32,
+    reserved: [u32; 6],
 }
 
 const _: () = assert!(size_of::<Record>() == Class::HANDLE.size());
@@ -42,6 +43,8 @@ pub struct Handle {
     pub gid: u32,
     /// The opener's process.
     pub pid: u32,
+    /// A lock that was taken through it is lost: it works no more.
+    pub lost: bool,
 }
 
 impl Tables {
@@ -74,6 +77,14 @@ impl Tables {
     pub fn handle(&self, fh: u64) -> Option<Handle> {
         let (_, record) = self.handle_record(fh)?;
         record.handle()
+    }
+
+    /// A lock that was taken through the handle is lost.
+    pub fn lose_handle(&mut self, fh: u64) {
+        if let Some(handle) = self.handle(fh) {
+            let lost = true;
+            self.open_handle(fh, Handle { lost, ..handle });
+        }
     }
 
     /// All open handles. Walks the whole table.
@@ -122,7 +133,8 @@ impl Tables {
             uid: handle.map_or(0, |h| h.uid),
             gid: handle.map_or(0, |h| h.gid),
             pid: handle.map_or(0, |h| h.pid),
-            reserved: [0; 7],
+            lost: handle.is_some_and(|h| h.lost).into(),
+            reserved: [0; 6],
         };
         self.words.store_record(heap::address(block), &record);
     }
@@ -145,6 +157,7 @@ impl Record {
             uid: self.uid,
             gid: self.gid,
             pid: self.pid,
+            lost: self.lost != 0,
         })
     }
 }

@@ -251,6 +251,7 @@ fn the_owners_that_locked_through_a_handle_are_those_whose_latest_lock_was() {
         uid: 1,
         gid: 2,
         pid: 3,
+        lost: false,
     };
     let (a, b) = (t.reserve_handle().unwrap(), t.reserve_handle().unwrap());
     assert_eq!(t.handle(a), None);
@@ -516,6 +517,7 @@ impl Change {
                     uid: 1,
                     gid: 1,
                     pid: 1,
+                    lost: false,
                 },
             ),
             (19 | 20, false) => Change::Close(fh),

@@ -1,0 +1,416 @@
+//! Open files and their data.
+//!
+//! A handle is a number the kernel and the tables know; the open file behind it belongs to the
+//! session. A number from an earlier generation is opened again with the rights of the superuser: the
+//! caller's were decided at its own open, and a chmod since then costs nothing.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RwLock};
+use zerocopy::IntoBytes;
+
+use super::Ceph;
+use super::client::{File, Inode, Perms};
+use super::directory::Stream;
+use super::ffi::Vino;
+use super::node::vino;
+use crate::backend::{Answer, Attempt, Call, Replayed};
+use crate::region::memory::{Span, total};
+use crate::region::slot::{HandleRef, Journal};
+use crate::wire::abi::{
+    FOPEN_KEEP_CACHE, FSYNC_FDATASYNC, FallocateIn, FlushIn, FsyncIn, LseekIn, LseekOut,
+    OPEN_KILL_SUIDGID, OpenIn, ReadIn, WRITE_KILL_SUIDGID, WriteIn, WriteOut,
+};
+use crate::wire::{Errno, Opcode};
+
+/// Journal flag: an append found the file of [`Journal::size`] bytes.
+const SIZE_KNOWN: u64 = 1;
+/// `FUSE_WRITE_CACHE`: pages written back, which lie where they lie even if the file appends.
+const WRITE_CACHE: u32 = 1 << 0;
+/// Bytes behind the old end of a file in which an append that may have happened is looked for.
+/// Other clients append there as well.
+const SEARCH_MAX: u64 = 64 << 20;
+
+/// An open file or directory.
+pub(super) enum Handle {
+    /// A file.
+    File(OpenFile),
+    /// A directory.
+    Directory(Mutex<Stream>),
+}
+
+/// An open file.
+pub(super) struct OpenFile {
+    pub(super) file: File,
+    vino: Vino,
+    /// Flags it was opened with, as the kernel sent them.
+    flags: i32,
+}
+
+/// A handle of an earlier generation that was not opened yet.
+pub(super) struct Pending {
+    /// The file, found before the old session ended; `None`: it was gone.
+    pub(super) inode: Option<Inode>,
+    /// What it is.
+    pub(super) vino: Option<Vino>,
+    /// Flags it was opened with.
+    pub(super) flags: i32,
+    /// It is a directory.
+    pub(super) directory: bool,
+}
+
+enum Entry {
+    Open(Arc<Handle>),
+    Pending(Arc<Pending>),
+}
+
+/// The handles of this mount.
+#[derive(Default)]
+pub(super) struct Handles(RwLock<HashMap<u64, Entry>>);
+
+impl Handles {
+    fn insert(&self, fh: u64, handle: Handle) {
+        let old = self.0.write().insert(fh, Entry::Open(Arc::new(handle)));
+        drop(old);
+    }
+
+    /// Notes handles of an earlier generation.
+    pub(super) fn expect(&self, pending: impl IntoIterator<Item = (u64, Pending)>) {
+        let mut handles = self.0.write();
+        for (fh, pending) in pending {
+            handles.insert(fh, Entry::Pending(Arc::new(pending)));
+        }
+    }
+
+    /// Handles that were not opened yet.
+    pub(super) fn pending(&self) -> Vec<u64> {
+        let handles = self.0.read();
+        let pending = handles.iter().filter_map(|(fh, entry)| match entry {
+            Entry::Pending(pending) if !pending.directory => Some(*fh),
+            _ => None,
+        });
+        pending.collect()
+    }
+
+    fn get(&self, fh: u64) -> Option<Result<Arc<Handle>, Arc<Pending>>> {
+        match self.0.read().get(&fh)? {
+            Entry::Open(handle) => Some(Ok(handle.clone())),
+            Entry::Pending(pending) => Some(Err(pending.clone())),
+        }
+    }
+
+    /// A pending handle was opened. Of two threads that did, the first one's stays; a handle that was
+    /// released meanwhile stays released.
+    fn opened(&self, fh: u64, handle: Arc<Handle>) -> Result<Arc<Handle>, Errno> {
+        match self.0.write().get_mut(&fh) {
+            Some(Entry::Open(first)) => Ok(first.clone()),
+            Some(entry) => {
+                *entry = Entry::Open(handle.clone());
+                Ok(handle)
+            }
+            None => Err(Errno::EBADF),
+        }
+    }
+
+    fn remove(&self, fh: u64) -> Option<Arc<Handle>> {
+        let entry = self.0.write().remove(&fh);
+        match entry {
+            Some(Entry::Open(handle)) => Some(handle),
+            _ => None,
+        }
+    }
+}
+
+/// Opens what an earlier generation had open.
+pub(super) fn restore(
+    handles: &Handles,
+    warm: &super::Warm,
+    superuser: &Perms,
+    fh: u64,
+) -> Result<Arc<Handle>, Errno> {
+    let pending = match handles.get(fh) {
+        Some(Ok(handle)) => return Ok(handle),
+        Some(Err(pending)) => pending,
+        None => return Err(Errno::EBADF),
+    };
+    let (Some(inode), Some(vino)) = (&pending.inode, pending.vino) else {
+        return Err(Errno::ESTALE);
+    };
+    let handle = if pending.directory {
+        Handle::Directory(Stream::new(inode.open_dir(superuser)?))
+    } else {
+        Handle::File(OpenFile {
+            file: inode.open(sanitized(pending.flags), superuser)?,
+            vino,
+            flags: pending.flags,
+        })
+    };
+    let handle = Arc::new(handle);
+    let kept = handles.opened(fh, handle.clone())?;
+    if Arc::ptr_eq(&kept, &handle) && !pending.directory {
+        warm.restored(vino, inode.again(vino)?);
+    }
+    Ok(kept)
+}
+
+/// The flags to open with. What creates, truncates or names was done by whoever opened first.
+pub(super) fn sanitized(flags: i32) -> i32 {
+    flags
+        & !(libc::O_CREAT
+            | libc::O_EXCL
+            | libc::O_TRUNC
+            | libc::O_NOFOLLOW
+            | libc::O_NOCTTY
+            | libc::O_ASYNC
+            | libc::O_PATH)
+}
+
+impl Ceph {
+    /// What the request works through.
+    pub(super) fn handle(&self, call: &Call<'_>) -> Result<Arc<Handle>, Errno> {
+        let HandleRef { fh, open_flags, .. } = call.annex.handle;
+        match self.handles.get(fh) {
+            Some(Ok(handle)) => return Ok(handle),
+            Some(Err(_)) => {}
+            None if fh == 0 => return Err(Errno::EBADF),
+            // The front-end itself opened it in an outage: the root's directory, for `df`.
+            None => {
+                let directory = matches!(
+                    call.request.opcode,
+                    Opcode::Readdir | Opcode::Readdirplus | Opcode::Fsyncdir
+                );
+                let pending = Pending {
+                    inode: Some(self.inode(&call.annex.node)?),
+                    vino: vino(&call.annex.node.identity),
+                    flags: open_flags as i32,
+                    directory,
+                };
+                self.handles.expect([(fh, pending)]);
+            }
+        }
+        restore(&self.handles, &self.warm, &self.superuser, fh)
+    }
+
+    /// Does something with the open file of the request.
+    fn with_file<T>(
+        &self,
+        call: &Call<'_>,
+        work: impl FnOnce(&OpenFile) -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        match &*self.handle(call)? {
+            Handle::File(file) => work(file),
+            Handle::Directory(_) => Err(Errno::EISDIR),
+        }
+    }
+
+    pub(super) fn open(&self, call: &Call<'_>, arg: OpenIn) -> Result<Answer, Errno> {
+        let perms = self.caller(&call.request.header)?;
+        let inode = self.inode(&call.annex.node)?;
+        let fh = call.annex.new_fh;
+        if call.request.opcode == Opcode::Opendir {
+            let stream = Stream::new(inode.open_dir(&perms)?);
+            self.handles.insert(fh, Handle::Directory(stream));
+            return Ok(Answer::Opened(0));
+        }
+        let flags = arg.flags as i32;
+        let vino = vino(&call.annex.node.identity).ok_or(Errno::ESTALE)?;
+        let file = inode.open(sanitized(flags), &perms)?;
+        if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
+            self.clear_setid(&inode)?;
+        }
+        Ok(Answer::Opened(self.keep(fh, file, flags, vino, inode)))
+    }
+
+    /// Keeps an open file. Returns the bits for the kernel.
+    pub(super) fn keep(&self, fh: u64, file: File, flags: i32, vino: Vino, inode: Inode) -> u32 {
+        self.handles
+            .insert(fh, Handle::File(OpenFile { file, vino, flags }));
+        if self.warm.opened(vino, inode) {
+            FOPEN_KEEP_CACHE
+        } else {
+            0
+        }
+    }
+
+    pub(super) fn read(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
+        let into = call.read_buffer(arg.size as usize);
+        let len = self.with_file(call, |open| open.file.read(&into, arg.offset))?;
+        Ok(Answer::Filled(len))
+    }
+
+    pub(super) fn write(
+        &self,
+        call: &Call<'_>,
+        arg: WriteIn,
+        attempt: Attempt<'_>,
+    ) -> Result<Answer, Errno> {
+        let data = call.write_data();
+        let flags = arg.flags as i32;
+        // One O_DIRECT write comes as several requests at a time, in any order: there the kernel's
+        // offsets say what goes where.
+        let placed = arg.write_flags & WRITE_CACHE != 0 || flags & libc::O_DIRECT != 0;
+        let appends = flags & libc::O_APPEND != 0 && !placed;
+        let written = self.with_file(call, |open| {
+            if attempt.is_again() {
+                call.note(Replayed::Reissued);
+            }
+            // The flag may have been changed since the open (`fcntl(2)`).
+            let other;
+            let file = if (open.flags & libc::O_APPEND != 0) == appends {
+                &open.file
+            } else {
+                let append = if appends { libc::O_APPEND } else { 0 };
+                let how = libc::O_WRONLY | append | open.flags & (libc::O_DIRECT | libc::O_SYNC);
+                other = self.inode(&call.annex.node)?.open(how, &self.superuser)?;
+                &other
+            };
+            if appends {
+                self.append(call, file, &data, attempt)
+            } else {
+                write_all(file, &data, arg.offset)
+            }
+        })?;
+        if arg.write_flags & WRITE_KILL_SUIDGID != 0 {
+            self.clear_setid(&self.inode(&call.annex.node)?)?;
+        }
+        let out = WriteOut {
+            size: written as u32,
+            padding: 0,
+        };
+        Ok(Answer::Data(out.as_bytes().to_vec()))
+    }
+
+    /// Appends, where the store says the end is: other clients append as well. The size before goes
+    /// into the journal, so that a second attempt knows where to look for what the first one wrote.
+    fn append(
+        &self,
+        call: &Call<'_>,
+        file: &File,
+        data: &[Span<'_>],
+        attempt: Attempt<'_>,
+    ) -> Result<usize, Errno> {
+        let _alone = self.inodes.lock(call.annex.node.identity);
+        let journal = attempt.journal();
+        if attempt.is_again() && journal.flags & SIZE_KNOWN != 0 {
+            let written = self.appended_before(call, data, journal.size)?;
+            if written == total(data) {
+                call.note(Replayed::Verified);
+                return Ok(written);
+            }
+            let rest: Vec<u8> = data.iter().flat_map(Span::to_vec).skip(written).collect();
+            return Ok(written + file.write_bytes(&rest, 0)?);
+        }
+        call.slot.set_journal(&Journal {
+            size: self.size_before(call)?,
+            flags: journal.flags | SIZE_KNOWN,
+            ..*journal
+        });
+        file.write(data, 0)
+    }
+
+    /// How much of an append is in the file behind `size`: all of it somewhere, or its beginning at
+    /// the end.
+    fn appended_before(
+        &self,
+        call: &Call<'_>,
+        data: &[Span<'_>],
+        size: u64,
+    ) -> Result<usize, Errno> {
+        let inode = self.inode(&call.annex.node)?;
+        let end = inode.stat(&self.superuser)?.size;
+        let len = end.saturating_sub(size).min(SEARCH_MAX) as usize;
+        let reader = inode.open(libc::O_RDONLY, &self.superuser)?;
+        let mut there = vec![0; len];
+        let mut done = 0;
+        while done < len {
+            match reader.read_bytes(&mut there[done..], size + done as u64)? {
+                0 => break,
+                more => done += more,
+            }
+        }
+        there.truncate(done);
+        let wanted: Vec<u8> = data.iter().flat_map(Span::to_vec).collect();
+        if memchr::memmem::find(&there, &wanted).is_some() {
+            return Ok(wanted.len());
+        }
+        let longest = wanted.len().min(there.len());
+        let prefix = (1..=longest).rev().find(|&n| there.ends_with(&wanted[..n]));
+        Ok(prefix.unwrap_or(0))
+    }
+
+    /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
+    pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
+        self.unlock_owner(call.annex.node.nodeid, arg.lock_owner)?;
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn release(&self, call: &Call<'_>) -> Result<Answer, Errno> {
+        let fh = call.annex.handle.fh;
+        if let Some(handle) = self.handles.remove(fh)
+            && let Handle::File(open) = &*handle
+        {
+            self.warm.closed(open.vino);
+        }
+        self.unlock_handle(fh)?;
+        Ok(Answer::Empty)
+    }
+
+    /// FSYNC and FSYNCDIR. A success of the library counts only when the session still lives
+    /// afterwards: one that was evicted has dropped what it had and says so to nobody.
+    pub(super) fn fsync(&self, call: &Call<'_>, arg: FsyncIn) -> Result<Answer, Errno> {
+        let data_only = arg.fsync_flags & FSYNC_FDATASYNC != 0;
+        let inode = self.inode(&call.annex.node)?;
+        match &*self.handle(call)? {
+            Handle::File(open) => open.file.sync(data_only)?,
+            Handle::Directory(_) => inode.sync(data_only)?,
+        }
+        self.prove_session(&inode);
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn syncfs(&self) -> Result<Answer, Errno> {
+        self.client.sync()?;
+        self.prove_session(&self.root);
+        Ok(Answer::Empty)
+    }
+
+    pub(super) fn fallocate(&self, call: &Call<'_>, arg: FallocateIn) -> Result<Answer, Errno> {
+        let number = |n: u64| i64::try_from(n).map_err(|_| Errno::EFBIG);
+        let (offset, length) = (number(arg.offset)?, number(arg.length)?);
+        self.with_file(call, |open| {
+            open.file.allocate(arg.mode as i32, offset, length)
+        })?;
+        // With `FUSE_HANDLE_KILLPRIV_V2` the kernel leaves this to us. Whoever is not root is taken
+        // to be without CAP_FSETID.
+        if call.request.header.uid != 0 {
+            self.clear_setid(&self.inode(&call.annex.node)?)?;
+        }
+        Ok(Answer::Empty)
+    }
+
+    /// The store does not tell holes from data: all is data up to the end.
+    pub(super) fn lseek(&self, call: &Call<'_>, arg: LseekIn) -> Result<Answer, Errno> {
+        let size = self.size_before(call)?;
+        if arg.offset >= size {
+            return Err(Errno::ENXIO);
+        }
+        let offset = match arg.whence as i32 {
+            libc::SEEK_DATA => arg.offset,
+            libc::SEEK_HOLE => size,
+            _ => return Err(Errno::EINVAL), // the kernel does the others itself
+        };
+        Ok(Answer::Data(LseekOut { offset }.as_bytes().to_vec()))
+    }
+}
+
+/// Writes all of it if the store has room; it takes a part only when something is wrong, and says
+/// what when it gets the rest. What was written by then counts.
+fn write_all(file: &File, data: &[Span<'_>], offset: u64) -> Result<usize, Errno> {
+    let mut done = file.write(data, offset)?;
+    if done < total(data) {
+        let rest: Vec<u8> = data.iter().flat_map(Span::to_vec).skip(done).collect();
+        done += file.write_bytes(&rest, offset + done as u64).unwrap_or(0);
+    }
+    Ok(done)
+}

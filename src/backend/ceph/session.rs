@@ -1,0 +1,480 @@
+//! Beginning a session, and ending those of generations that died.
+//!
+//! The order decides what survives (measured with 16.2.15):
+//!
+//! 1. A **new session** begins, under a name of its own. Beginning it may block on what the dead one
+//!    holds, so it happens in a thread; by number objects can be looked up from the start.
+//! 2. What the dead generation **held** is looked up by number: open files, and objects without a
+//!    name. It does not block, and from then on they live as long as this session. Later they would be
+//!    gone: the metadata server purges a file without a name when the last session lets go of it.
+//! 3. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
+//!    it can reach the store; what it held is free.
+//! 4. **Locks** are taken again, before anything is read or written. Somebody who waited for one may
+//!    have it by now: it is lost, and those who believe to have it must know.
+//! 5. The backend serves. Files are opened when they are used, and the rest in the background.
+
+use std::ffi::CString;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::Ceph;
+use super::caller::Callers;
+use super::client::{Client, ClientError, Event, Inode, Perms};
+use super::ffi::Vino;
+use super::files::{Handles, Pending, restore};
+use super::locks::Locks;
+use super::node::{Pins, identity, vino, vino_of};
+use super::warm::Warm;
+use crate::backend::convert::Timeouts;
+use crate::backend::{Frontend, Stripes};
+use crate::control::blob;
+use crate::control::message::{
+    CephOptions, CephSource, HeldHandle, LostLock, Restore, Secret, Secrets, SessionNames,
+};
+use crate::region::Identity;
+use crate::wire::Errno;
+
+/// The library gives up connecting after this time.
+const CONNECT_LIMIT: Duration = Duration::from_secs(20);
+/// Objects are looked up by this many threads: each waits for the metadata server.
+const LOOKUP_THREADS: usize = 8;
+
+/// Why a session could not begin.
+#[derive(Debug, thiserror::Error)]
+pub enum CephError {
+    /// The library is missing or refused to make an instance.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// Something a string cannot say.
+    #[error("{what} contains a NUL byte")]
+    Nul {
+        /// What.
+        what: &'static str,
+    },
+    /// The configuration cannot be used.
+    #[error("cannot read the Ceph configuration{path}: {errno}; check --conf")]
+    Conf {
+        /// Which, if it is known.
+        path: String,
+        /// What the library says.
+        errno: Errno,
+    },
+    /// The library does not know an option.
+    #[error("Ceph refuses option {option}: {errno}")]
+    Option {
+        /// Its name.
+        option: String,
+        /// What the library says.
+        errno: Errno,
+    },
+    /// Conf or key cannot be passed on.
+    #[error("cannot pass configuration and key to the library: {0}")]
+    Secrets(#[source] std::io::Error),
+    /// The cluster did not accept this client.
+    #[error("cannot connect to the Ceph cluster as client.{id}: {errno}; {advice}")]
+    Connect {
+        /// The entity.
+        id: String,
+        /// What the library says.
+        errno: Errno,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// The file system or the directory cannot be mounted.
+    #[error("cannot mount {source_name} as client.{id}: {errno}; {advice}")]
+    Mount {
+        /// The source.
+        source_name: String,
+        /// The entity.
+        id: String,
+        /// What the library says.
+        errno: Errno,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// The session of a dead generation is still there.
+    #[error("cannot end the session of an earlier backend: {0}; it ends by itself after a minute")]
+    Reclaim(Errno),
+    /// A thread could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[source] std::io::Error),
+}
+
+/// What a session is begun with.
+pub struct Start<'a> {
+    /// File system and directory.
+    pub source: &'a CephSource,
+    /// How to connect.
+    pub options: &'a CephOptions,
+    /// How long the kernel may trust what it is told.
+    pub timeouts: Timeouts,
+    /// Names of this session and of those to end.
+    pub names: &'a SessionNames,
+    /// Configuration and key.
+    pub secrets: Secrets,
+    /// What the last generation held.
+    pub restore: Restore,
+    /// Whom to tell.
+    pub frontend: Arc<dyn Frontend>,
+}
+
+fn c_string(text: &str, what: &'static str) -> Result<CString, CephError> {
+    CString::new(text).map_err(|_| CephError::Nul { what })
+}
+
+/// Begins a session and takes over what earlier ones held. Returns the locks that are lost.
+pub fn open(start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), CephError> {
+    let id = start.options.id.as_deref().unwrap_or("admin");
+    let client = Client::create(Some(&c_string(id, "--id")?))?;
+    configure(&client, start)?;
+    // The library reads the key while it connects.
+    let _key = provide_key(&client, &start.secrets)?;
+
+    let pins = Arc::new(Pins::default());
+    let warm = Arc::new(Warm::default());
+    client.init().map_err(|errno| CephError::Connect {
+        id: id.to_owned(),
+        errno,
+        advice: "check the monitors' addresses in --conf or --mon",
+    })?;
+    client.listen({
+        let (frontend, warm) = (start.frontend.clone(), warm.clone());
+        move |event| hear(&*frontend, &warm, event)
+    });
+    if !start.source.fs.is_empty() {
+        let name = c_string(&start.source.fs, "the name of the file system")?;
+        client
+            .select_file_system(&name)
+            .map_err(|errno| mount_error(start.source, id, errno))?;
+    }
+    client.set_uuid(&c_string(&start.names.own, "the session's name")?);
+
+    let mounting = mount(&client, start)?;
+    let held = Held::find(&client, &start.restore, &mounting);
+    for old in &start.names.old {
+        match client.reclaim(&c_string(old, "a session's name")?) {
+            Ok(()) | Err(Errno::ENOENT) => {}
+            // Before the mount has come so far the cluster's own answer says more.
+            Err(errno) => match mounting.outcome() {
+                Err(cause) => return Err(mount_error(start.source, id, cause)),
+                Ok(()) => return Err(CephError::Reclaim(errno)),
+            },
+        }
+    }
+    mounting
+        .outcome()
+        .map_err(|errno| mount_error(start.source, id, errno))?;
+    begin(&client, start, held, pins, warm).map_err(|errno| {
+        // The session has begun; without this it would stay for minutes.
+        let _ = client.unmount();
+        mount_error(start.source, id, errno)
+    })
+}
+
+/// Takes over in a session that has begun.
+fn begin(
+    client: &Arc<Client>,
+    start: &Start<'_>,
+    held: Held<'_>,
+    pins: Arc<Pins>,
+    warm: Arc<Warm>,
+) -> Result<(Ceph, Vec<LostLock>), Errno> {
+    let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
+    let root = client.root()?;
+    let root_id = identity(vino_of(&root.stat(&superuser)?));
+    let handles = Arc::new(Handles::default());
+    held.hand_over(&handles, &pins);
+    let acls = client
+        .conf(c"client_acl_type")
+        .is_ok_and(|kind| kind == "posix_acl");
+    let ceph = Ceph {
+        client: client.clone(),
+        root,
+        root_id,
+        superuser,
+        callers: Callers::default(),
+        timeouts: start.timeouts,
+        acls,
+        handles,
+        pins,
+        warm,
+        locks: Locks::default(),
+        inodes: Stripes::default(),
+        frontend: start.frontend.clone(),
+    };
+    let lost = ceph.restore_locks(&start.restore.locks);
+    ceph.open_pending();
+    Ok((ceph, lost))
+}
+
+/// Configuration in the order of its weight: file, then the command line, then what must be so.
+fn configure(client: &Client, start: &Start<'_>) -> Result<(), CephError> {
+    let read = match &start.secrets.conf {
+        Some(text) => {
+            // The library refuses a last line without an end.
+            let text = [text.as_bytes(), b"\n"].concat();
+            let file = blob::seal("ceph.conf", &text).map_err(CephError::Secrets)?;
+            client.read_conf(Some(&path_of(&file)))
+        }
+        // A missing one is no error: everything may be on the command line.
+        None => match client.read_conf(None) {
+            Err(Errno::ENOENT) => Ok(()),
+            read => read,
+        },
+    };
+    read.map_err(|errno| CephError::Conf {
+        path: String::new(),
+        errno,
+    })?;
+    let set = |option: &str, value: &str| -> Result<(), CephError> {
+        let (name, text) = (
+            c_string(option, "an option")?,
+            c_string(value, "an option")?,
+        );
+        client
+            .set_conf(&name, &text)
+            .map_err(|errno| CephError::Option {
+                option: option.to_owned(),
+                errno,
+            })
+    };
+    // Bounded, unless the file says otherwise: the library's own limit is five minutes.
+    if client.conf(c"client_mount_timeout").as_deref() == Ok("300") {
+        set("client_mount_timeout", &CONNECT_LIMIT.as_secs().to_string())?;
+    }
+    if let Some(mon) = &start.options.mon {
+        set("mon_host", mon)?;
+    }
+    for (option, value) in &start.options.conf {
+        set(option, value)?;
+    }
+    // A write that is acknowledged is with the store: this process may die at any time.
+    set("client_oc", "false")?;
+    // The front-end replaces a backend whose session was ended, with everything it held.
+    set("client_reconnect_stale", "false")?;
+    Ok(())
+}
+
+/// Gives the key to the library in a file that only this process has.
+fn provide_key(client: &Client, secrets: &Secrets) -> Result<Option<OwnedFd>, CephError> {
+    let (option, text) = match &secrets.key {
+        None => return Ok(None),
+        Some(Secret::Keyring(text)) => (c"keyring", text),
+        Some(Secret::Key(text)) => (c"keyfile", text),
+    };
+    let file = blob::seal("ceph.key", text.as_bytes()).map_err(CephError::Secrets)?;
+    client
+        .set_conf(option, &path_of(&file))
+        .map_err(|errno| CephError::Option {
+            option: option.to_string_lossy().into_owned(),
+            errno,
+        })?;
+    Ok(Some(file))
+}
+
+fn path_of(file: &OwnedFd) -> CString {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    CString::new(path).expect("a path of digits has no NUL")
+}
+
+fn hear(frontend: &dyn Frontend, warm: &Warm, event: Event) {
+    match event {
+        Event::Data { vino, off, len } => frontend.stale(&identity(vino), off, len),
+        Event::Unlinked(vino) => warm.doom(vino),
+        Event::Release(vino) => warm.release(vino),
+    }
+}
+
+/// A mount that is under way in its own thread.
+struct Mounting(parking_lot::Mutex<State>);
+
+struct State {
+    receiver: mpsc::Receiver<Result<(), Errno>>,
+    outcome: Option<Result<(), Errno>>,
+}
+
+/// Begins the session in a thread. Returns when it is reached by the metadata servers, if there are
+/// dead ones to end: asked for an object earlier, the library divides by the number of servers it
+/// does not know yet (16.2.15).
+fn mount(client: &Arc<Client>, start: &Start<'_>) -> Result<Mounting, CephError> {
+    let root = c_string(&start.source.path, "the path of the source")?;
+    let nobody = c_string(&format!("{}-nobody", start.names.own), "the session's name")?;
+    let takes_over = !start.names.old.is_empty();
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let (reached, wait) = mpsc::sync_channel::<()>(1);
+    let client = client.clone();
+    let work = move || {
+        if takes_over {
+            // All servers are asked for a session that never was, and say so.
+            match client.reclaim(&nobody) {
+                Ok(()) | Err(Errno::ENOENT) => {}
+                Err(errno) => return sender.send(Err(errno)),
+            }
+        }
+        drop(reached);
+        sender.send(client.mount(&root))
+    };
+    std::thread::Builder::new()
+        .name("mount".into())
+        .spawn(work)
+        .map_err(CephError::Thread)?;
+    // Ends by itself when the channel is dropped, in whatever way.
+    let late = wait.recv_timeout(CONNECT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout);
+    Ok(Mounting(parking_lot::Mutex::new(State {
+        receiver,
+        outcome: late.then_some(Err(Errno::ETIMEDOUT)),
+    })))
+}
+
+impl Mounting {
+    fn take(&self, wait: Duration) -> Option<Result<(), Errno>> {
+        let mut state = self.0.lock();
+        if state.outcome.is_none() {
+            state.outcome = match state.receiver.recv_timeout(wait) {
+                Ok(outcome) => Some(outcome),
+                Err(mpsc::RecvTimeoutError::Timeout) => None,
+                Err(mpsc::RecvTimeoutError::Disconnected) => Some(Err(Errno::EIO)),
+            };
+        }
+        state.outcome
+    }
+
+    /// It has ended, well or not.
+    fn is_over(&self) -> bool {
+        self.take(Duration::ZERO).is_some()
+    }
+
+    /// How it ended. Waits for it; the library gives up by itself, and the front-end kills a backend
+    /// that takes too long.
+    fn outcome(&self) -> Result<(), Errno> {
+        self.take(Duration::MAX).unwrap_or(Err(Errno::ETIMEDOUT))
+    }
+}
+
+/// What the last generation held, found.
+struct Held<'a> {
+    handles: Vec<(&'a HeldHandle, Option<Inode>)>,
+    pinned: Vec<(Vino, Inode)>,
+}
+
+impl<'a> Held<'a> {
+    fn find(client: &Arc<Client>, restore: &'a Restore, mounting: &Mounting) -> Held<'a> {
+        let wanted: Vec<&Identity> = restore
+            .handles
+            .iter()
+            .map(|h| &h.identity)
+            .chain(&restore.pinned)
+            .collect();
+        let found = find_all(client, &wanted, mounting);
+        let (opened, pinned) = {
+            let mut found = found;
+            let pinned = found.split_off(restore.handles.len());
+            (found, pinned)
+        };
+        Held {
+            handles: restore.handles.iter().zip(opened).collect(),
+            pinned: (restore.pinned.iter().zip(pinned))
+                .filter_map(|(id, inode)| Some((vino(id)?, inode?)))
+                .collect(),
+        }
+    }
+
+    fn hand_over(self, handles: &Handles, pins: &Pins) {
+        handles.expect(self.handles.into_iter().map(|(handle, inode)| {
+            let pending = Pending {
+                inode,
+                vino: vino(&handle.identity),
+                flags: handle.open_flags as i32,
+                directory: handle.directory,
+            };
+            (handle.fh, pending)
+        }));
+        for (vino, inode) in self.pinned {
+            pins.insert(vino, inode);
+        }
+    }
+}
+
+/// Looks objects up, several at a time, in the order they were given.
+fn find_all(client: &Arc<Client>, wanted: &[&Identity], mounting: &Mounting) -> Vec<Option<Inode>> {
+    let mut found: Vec<Option<Inode>> = wanted.iter().map(|_| None).collect();
+    let share = wanted.len().div_ceil(LOOKUP_THREADS).max(1);
+    std::thread::scope(|scope| {
+        for (ids, places) in wanted.chunks(share).zip(found.chunks_mut(share)) {
+            scope.spawn(move || {
+                for (id, place) in ids.iter().zip(places) {
+                    *place = vino(id).and_then(|vino| find_early(client, vino, mounting));
+                }
+            });
+        }
+    });
+    found
+}
+
+/// Looks an object up as soon as the session has begun far enough.
+fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
+    let deadline = Instant::now() + CONNECT_LIMIT;
+    loop {
+        match client.find(vino) {
+            Ok(inode) => return Some(inode),
+            Err(Errno::ENOTCONN) if !mounting.is_over() && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_micros(500));
+            }
+            Err(e) => {
+                tracing::warn!("inode {:#x}, which was in use, is not found: {e}", vino.ino);
+                return None;
+            }
+        }
+    }
+}
+
+fn mount_error(source: &CephSource, id: &str, errno: Errno) -> CephError {
+    let advice = match errno {
+        Errno::ENOENT => {
+            "check that the file system (`ceph fs ls`) and the directory exist, and that there is a \
+             key for this client"
+        }
+        Errno::EPERM | Errno::EACCES => {
+            "check --id and the key, and its rights (`ceph auth get client.ID`; \
+             `ceph fs authorize FS client.ID PATH rw` makes them)"
+        }
+        Errno::ETIMEDOUT => {
+            "check that the monitors of --conf or --mon can be reached and that the file system has \
+             an active MDS (`ceph fs status`)"
+        }
+        _ => "check --conf, --id and the key",
+    };
+    CephError::Mount {
+        source_name: source.to_string(),
+        id: id.to_owned(),
+        errno,
+        advice,
+    }
+}
+
+impl Ceph {
+    /// Opens the files of the last generation in the background. What is used earlier is opened
+    /// earlier.
+    fn open_pending(&self) {
+        let pending = self.handles.pending();
+        if pending.is_empty() {
+            return;
+        }
+        let (handles, warm, superuser) = (
+            self.handles.clone(),
+            self.warm.clone(),
+            self.superuser.clone(),
+        );
+        let work = move || {
+            for fh in pending {
+                // An error is told to whoever uses the handle.
+                let _ = restore(&handles, &warm, &superuser, fh);
+            }
+        };
+        let thread = std::thread::Builder::new().name("reopen".into());
+        if let Err(e) = thread.spawn(work) {
+            tracing::warn!("cannot start a thread: {e}");
+        }
+    }
+}
