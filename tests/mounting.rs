@@ -262,7 +262,7 @@ fn a_runtime_directory_that_cannot_be_trusted_or_used_is_refused() {
 fn a_mountpoint_in_use_is_refused() {
     let mount = Mount::new();
     let point = mount.point.to_str().unwrap();
-    let source = format!("dir:{}", mount.source.display());
+    let source = mount.source();
     let place = Place::new();
     let output = mount.command(&["mount", &source, point]).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();

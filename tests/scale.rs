@@ -107,6 +107,7 @@ fn tmpfs_mount() -> (LoopFs, Mount) {
     let mount = Mount::with(&Options {
         on: Some(&on),
         args: &[],
+        ..Options::default()
     });
     (store, mount)
 }
@@ -115,7 +116,7 @@ fn tmpfs_mount() -> (LoopFs, Mount) {
 fn cached_inodes_cost_little_and_no_time_at_a_takeover() {
     let _alone = alone();
     let (store, mount) = tmpfs_mount();
-    populate(&mount.source, 0, dirs());
+    populate(&mount.behind(""), 0, dirs());
     walk(mount.point.clone(), 0, 1);
     let few_inodes = mount.status().inodes as f64;
     let few = pause(&mount);
@@ -162,7 +163,7 @@ fn lookups_and_forgets_are_counted_exactly_while_backends_die() {
     let _alone = alone();
     let (store, mount) = tmpfs_mount();
     let dirs = if long() { 40 } else { 8 };
-    populate(&mount.source, 0, dirs);
+    populate(&mount.behind(""), 0, dirs);
     let ((), deaths) = mount.under_fire(Duration::from_millis(20), || {
         for round in 0..10 {
             walk(mount.point.clone(), 0, dirs);

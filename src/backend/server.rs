@@ -114,7 +114,7 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
     let region = Region::open(region_fd).map_err(ServeError::Region)?;
     let given = Given {
         source,
-        options,
+        options: *options,
         session,
         ..Given::read(attachments, fds)?
     };

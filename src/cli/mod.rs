@@ -26,7 +26,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Mount(mount::Args),
+    Mount(Box<mount::Args>),
     Status(status::Args),
     Umount(umount::Args),
     Doctor(doctor::Args),
@@ -50,7 +50,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     let done = match cli.command {
-        Command::Mount(args) => mount::run(args),
+        Command::Mount(args) => mount::run(*args),
         Command::Status(args) => status::run(args),
         Command::Umount(args) => umount::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -97,7 +97,7 @@ pub enum FrontendMessage {
         source: Source,
         /// How.
         #[serde(default)]
-        options: BackendOptions,
+        options: Box<BackendOptions>,
         /// Names for the sessions of stores that have them.
         #[serde(default)]
         session: SessionNames,

@@ -158,6 +158,16 @@ impl Supervisor {
 
     /// Ends the backend: gently, then not.
     pub fn stop(&mut self) {
+        // The session of a backend that died would keep other clients waiting, so the next one ends it,
+        // and then its own.
+        let deadline = Instant::now() + SESSION_END_LIMIT;
+        while self.root.is_some()
+            && !self.sessions.is_empty()
+            && !self.is_ready()
+            && Instant::now() < deadline
+        {
+            self.step(Some(TICK));
+        }
         self.start_at = None;
         let Some(mut backend) = self.backend.take() else {
             return;
@@ -462,7 +472,7 @@ impl Supervisor {
             protocol,
             generation: backend.generation,
             source: self.config.source.clone(),
-            options: self.config.backend.clone(),
+            options: Box::new(self.config.backend.clone()),
             session,
             attachments,
         };

@@ -204,7 +204,25 @@ impl Cluster {
 
     /// Mounts a file system with `ceph-fuse`, as client.admin unless `args` say otherwise.
     pub fn ceph_fuse(&self, args: &[&str]) -> CephFuse {
-        CephFuse::mount(self, args)
+        CephFuse::mount(&self.conf, args)
+    }
+
+    /// Makes a directory anybody may write to.
+    pub fn make_dir(&self, path: &str) {
+        const PROGRAM: &str = "import cephfs, sys\n\
+            fs = cephfs.LibCephFS(conffile=sys.argv[1])\n\
+            fs.mount()\n\
+            fs.mkdirs(sys.argv[2], 0o777)\n\
+            fs.chmod(sys.argv[2], 0o777)\n\
+            fs.shutdown()";
+        let output = Command::new("timeout")
+            .args(["30", "/usr/bin/python3", "-c", PROGRAM])
+            .arg(&self.conf)
+            .arg(path)
+            .output()
+            .unwrap();
+        let problem = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "mkdir {path}: {problem}");
     }
 
     /// Runs the script on this cluster.
@@ -261,7 +279,8 @@ pub struct CephFuse {
 }
 
 impl CephFuse {
-    fn mount(cluster: &Cluster, args: &[&str]) -> CephFuse {
+    /// Mounts the file system of a configuration.
+    pub fn mount(conf: &Path, args: &[&str]) -> CephFuse {
         let point = TempDir::with_prefix("evermount-ceph-fuse-").unwrap();
         // It unmounts and ends with this thread, should a signal end this process.
         let process = Command::new("setpriv")
@@ -269,7 +288,7 @@ impl CephFuse {
             // Otherwise it tries a remount at its start, for seconds if the mount is gone by then.
             .arg("--client_try_dentry_invalidate=true")
             .arg("-c")
-            .arg(&cluster.conf)
+            .arg(conf)
             .args(args)
             .arg(point.path())
             .stdin(Stdio::null())

@@ -10,6 +10,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use evermount::control::{Command as Ask, CommandAnswer, Conn, Status};
@@ -17,16 +19,17 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
+use ceph::{CephFuse, Cluster};
+
 /// The program under test.
 pub const EVERMOUNT: &str = env!("CARGO_BIN_EXE_evermount");
 /// Nothing a test waits for takes this long, even on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A mount of a temporary directory.
+/// A mount of a temporary directory, or of a directory of a CephFS.
 pub struct Mount {
     dir: Option<TempDir>,
-    /// What is mounted.
-    pub source: PathBuf,
+    store: Store,
     /// Where.
     pub point: PathBuf,
     faults: PathBuf,
@@ -36,30 +39,66 @@ pub struct Mount {
     socket: PathBuf,
 }
 
+/// What is mounted.
+enum Store {
+    /// A local directory.
+    Local(PathBuf),
+    /// A directory of a CephFS, and an unmodified client that looks at it from elsewhere, once there
+    /// is one.
+    Ceph {
+        conf: PathBuf,
+        directory: String,
+        observer: OnceLock<CephFuse>,
+    },
+}
+
 /// How to make a mount.
+#[derive(Default)]
 pub struct Options<'a> {
     /// Directory on the file system that is to hold the source; the default is the temporary one.
     pub on: Option<&'a Path>,
+    /// A CephFS that is to hold it instead, and its directory there.
+    pub ceph: Option<(&'a Cluster, &'a str)>,
     /// Further arguments of `evermount mount`.
     pub args: &'a [&'a str],
+}
+
+/// Tests that say nothing else are to mount a CephFS (`EVERMOUNT_TEST_SOURCE=ceph`).
+pub fn ceph_is_wanted() -> bool {
+    std::env::var_os("EVERMOUNT_TEST_SOURCE").is_some_and(|kind| kind == "ceph")
 }
 
 impl Mount {
     /// A mount with default options.
     pub fn new() -> Mount {
-        Mount::with(&Options {
-            on: None,
-            args: &[],
-        })
+        Mount::with(&Options::default())
     }
 
     /// A mount with these arguments of `evermount mount`.
     pub fn with_args(args: &[&str]) -> Mount {
-        Mount::with(&Options { on: None, args })
+        Mount::with(&Options {
+            args,
+            ..Options::default()
+        })
+    }
+
+    /// A mount of a directory of a CephFS, which is made if it is not there.
+    pub fn of_ceph(cluster: &Cluster, directory: &str, args: &[&str]) -> Mount {
+        cluster.make_dir(directory);
+        Mount::with(&Options {
+            ceph: Some((cluster, directory)),
+            args,
+            ..Options::default()
+        })
     }
 
     /// A mount.
     pub fn with(options: &Options<'_>) -> Mount {
+        if ceph_is_wanted() && options.on.is_none() && options.ceph.is_none() {
+            static NUMBER: AtomicU32 = AtomicU32::new(0);
+            let directory = format!("/{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+            return Mount::of_ceph(Cluster::shared(), &directory, options.args);
+        }
         let dir = TempDir::with_prefix("evermount-test-").unwrap();
         // Other users must be able to walk through.
         open_to_all(dir.path());
@@ -71,19 +110,34 @@ impl Mount {
         };
         let (point, faults) = (path("mnt"), path("faults"));
         let runtime = dir.path().join("run");
-        let source = match options.on {
-            None => path("src"),
-            Some(on) => {
+        let store = match (options.ceph, options.on) {
+            (Some((cluster, directory)), _) => Store::Ceph {
+                conf: cluster.conf().to_owned(),
+                directory: directory.to_owned(),
+                observer: OnceLock::new(),
+            },
+            (None, None) => Store::Local(path("src")),
+            (None, Some(on)) => {
                 let source = on.join("src");
                 fs::create_dir_all(&source).unwrap();
                 open_to_all(&source);
-                source
+                Store::Local(source)
             }
         };
+        let mut source_args = Vec::new();
+        match &store {
+            Store::Local(source) => source_args.push(format!("dir:{}", source.display())),
+            Store::Ceph {
+                conf, directory, ..
+            } => source_args.extend([
+                format!("ceph:{directory}"),
+                format!("--conf={}", conf.display()),
+            ]),
+        }
         let log = dir.path().join("log");
         let output = Command::new(EVERMOUNT)
             .arg("mount")
-            .arg(format!("dir:{}", source.display()))
+            .args(source_args)
             .arg(&point)
             .args(options.args)
             .arg("--log")
@@ -105,7 +159,7 @@ impl Mount {
             .expect("the front-end has no socket");
         let mut mount = Mount {
             dir: Some(dir),
-            source,
+            store,
             point,
             faults,
             runtime,
@@ -122,9 +176,28 @@ impl Mount {
         self.point.join(name)
     }
 
-    /// The same path in the source.
+    /// The same path in the source, as somebody else sees it.
     pub fn behind(&self, name: &str) -> PathBuf {
-        self.source.join(name)
+        match &self.store {
+            Store::Local(source) => source.join(name),
+            Store::Ceph {
+                conf,
+                directory,
+                observer,
+            } => {
+                let root = format!("--client_mountpoint={directory}");
+                let observer = observer.get_or_init(|| CephFuse::mount(conf, &[&root]));
+                observer.path(name)
+            }
+        }
+    }
+
+    /// The source as `evermount mount` takes it.
+    pub fn source(&self) -> String {
+        match &self.store {
+            Store::Local(source) => format!("dir:{}", source.display()),
+            Store::Ceph { directory, .. } => format!("ceph:{directory}"),
+        }
     }
 
     /// The directory of its socket.

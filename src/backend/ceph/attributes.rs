@@ -139,6 +139,8 @@ impl Ceph {
         }
         if mask != 0 {
             inode.set_stat(&st, mask, &perms)?;
+            // With the exclusive right to the attributes the library has only noted them down.
+            inode.sync(false)?;
         }
         let st = inode.stat(&self.superuser)?;
         Ok(self.timeouts.attr(attr(&st)))

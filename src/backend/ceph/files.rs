@@ -24,12 +24,11 @@ use crate::wire::abi::{
 };
 use crate::wire::{Errno, Opcode};
 
-/// Journal flag: an append found the file of [`Journal::size`] bytes.
-const SIZE_KNOWN: u64 = 1;
+/// Journal flag: an append was given the offset in [`Journal::offset`].
+const OFFSET_TAKEN: u64 = 1;
 /// `FUSE_WRITE_CACHE`: pages written back, which lie where they lie even if the file appends.
 const WRITE_CACHE: u32 = 1 << 0;
 /// Bytes behind the old end of a file in which an append that may have happened is looked for.
-/// Other clients append there as well.
 const SEARCH_MAX: u64 = 64 << 20;
 
 /// An open file or directory.
@@ -44,8 +43,6 @@ pub(super) enum Handle {
 pub(super) struct OpenFile {
     pub(super) file: File,
     vino: Vino,
-    /// Flags it was opened with, as the kernel sent them.
-    flags: i32,
 }
 
 /// A handle of an earlier generation that was not opened yet.
@@ -143,7 +140,6 @@ pub(super) fn restore(
         Handle::File(OpenFile {
             file: inode.open(sanitized(pending.flags), superuser)?,
             vino,
-            flags: pending.flags,
         })
     };
     let handle = Arc::new(handle);
@@ -154,12 +150,14 @@ pub(super) fn restore(
     Ok(kept)
 }
 
-/// The flags to open with. What creates, truncates or names was done by whoever opened first.
+/// The flags to open with. What creates, truncates or names was done by whoever opened first; an
+/// append gets its offset in `write`: the library takes offsets as they are.
 pub(super) fn sanitized(flags: i32) -> i32 {
     flags
         & !(libc::O_CREAT
             | libc::O_EXCL
             | libc::O_TRUNC
+            | libc::O_APPEND
             | libc::O_NOFOLLOW
             | libc::O_NOCTTY
             | libc::O_ASYNC
@@ -219,13 +217,13 @@ impl Ceph {
         if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
             self.clear_setid(&inode)?;
         }
-        Ok(Answer::Opened(self.keep(fh, file, flags, vino, inode)))
+        Ok(Answer::Opened(self.keep(fh, file, vino, inode)))
     }
 
     /// Keeps an open file. Returns the bits for the kernel.
-    pub(super) fn keep(&self, fh: u64, file: File, flags: i32, vino: Vino, inode: Inode) -> u32 {
+    pub(super) fn keep(&self, fh: u64, file: File, vino: Vino, inode: Inode) -> u32 {
         self.handles
-            .insert(fh, Handle::File(OpenFile { file, vino, flags }));
+            .insert(fh, Handle::File(OpenFile { file, vino }));
         if self.warm.opened(vino, inode) {
             FOPEN_KEEP_CACHE
         } else {
@@ -255,20 +253,10 @@ impl Ceph {
             if attempt.is_again() {
                 call.note(Replayed::Reissued);
             }
-            // The flag may have been changed since the open (`fcntl(2)`).
-            let other;
-            let file = if (open.flags & libc::O_APPEND != 0) == appends {
-                &open.file
-            } else {
-                let append = if appends { libc::O_APPEND } else { 0 };
-                let how = libc::O_WRONLY | append | open.flags & (libc::O_DIRECT | libc::O_SYNC);
-                other = self.inode(&call.annex.node)?.open(how, &self.superuser)?;
-                &other
-            };
             if appends {
-                self.append(call, file, &data, attempt)
+                self.append(call, &open.file, &data, attempt)
             } else {
-                write_all(file, &data, arg.offset)
+                write_all(&open.file, &data, arg.offset)
             }
         })?;
         if arg.write_flags & WRITE_KILL_SUIDGID != 0 {
@@ -281,8 +269,9 @@ impl Ceph {
         Ok(Answer::Data(out.as_bytes().to_vec()))
     }
 
-    /// Appends, where the store says the end is: other clients append as well. The size before goes
-    /// into the journal, so that a second attempt knows where to look for what the first one wrote.
+    /// Appends, at the end the store knows: other clients append as well. The offset goes into the
+    /// journal before the first byte goes into the file. A second attempt writes to the same place,
+    /// unless somebody else has written there.
     fn append(
         &self,
         call: &Call<'_>,
@@ -292,51 +281,47 @@ impl Ceph {
     ) -> Result<usize, Errno> {
         let _alone = self.inodes.lock(call.annex.node.identity);
         let journal = attempt.journal();
-        if attempt.is_again() && journal.flags & SIZE_KNOWN != 0 {
-            let written = self.appended_before(call, data, journal.size)?;
-            if written == total(data) {
-                call.note(Replayed::Verified);
-                return Ok(written);
-            }
-            let rest: Vec<u8> = data.iter().flat_map(Span::to_vec).skip(written).collect();
-            return Ok(written + file.write_bytes(&rest, 0)?);
+        if !attempt.is_again() || journal.flags & OFFSET_TAKEN == 0 {
+            let offset = self.size_before(call)?;
+            call.slot.set_journal(&Journal {
+                offset,
+                flags: journal.flags | OFFSET_TAKEN,
+                ..*journal
+            });
+            return write_all(file, data, offset);
         }
-        call.slot.set_journal(&Journal {
-            size: self.size_before(call)?,
-            flags: journal.flags | SIZE_KNOWN,
-            ..*journal
-        });
-        file.write(data, 0)
+        let wanted: Vec<u8> = data.iter().flat_map(Span::to_vec).collect();
+        let inode = self.inode(&call.annex.node)?;
+        let there = self.read_behind(&inode, journal.offset)?;
+        if memchr::memmem::find(&there, &wanted).is_some() {
+            call.note(Replayed::Verified);
+            return Ok(wanted.len());
+        }
+        // The beginning of it, or nothing: the rest is missing. Otherwise it is somebody else's.
+        let (offset, done) = if wanted.starts_with(&there) {
+            (journal.offset, there.len())
+        } else {
+            (inode.stat(&self.superuser)?.size, 0)
+        };
+        let more = file.write_bytes(&wanted[done..], offset + done as u64)?;
+        Ok(done + more)
     }
 
-    /// How much of an append is in the file behind `size`: all of it somewhere, or its beginning at
-    /// the end.
-    fn appended_before(
-        &self,
-        call: &Call<'_>,
-        data: &[Span<'_>],
-        size: u64,
-    ) -> Result<usize, Errno> {
-        let inode = self.inode(&call.annex.node)?;
+    /// What lies in a file from an offset on.
+    fn read_behind(&self, inode: &Inode, offset: u64) -> Result<Vec<u8>, Errno> {
         let end = inode.stat(&self.superuser)?.size;
-        let len = end.saturating_sub(size).min(SEARCH_MAX) as usize;
+        let len = end.saturating_sub(offset).min(SEARCH_MAX) as usize;
         let reader = inode.open(libc::O_RDONLY, &self.superuser)?;
         let mut there = vec![0; len];
         let mut done = 0;
         while done < len {
-            match reader.read_bytes(&mut there[done..], size + done as u64)? {
+            match reader.read_bytes(&mut there[done..], offset + done as u64)? {
                 0 => break,
                 more => done += more,
             }
         }
         there.truncate(done);
-        let wanted: Vec<u8> = data.iter().flat_map(Span::to_vec).collect();
-        if memchr::memmem::find(&there, &wanted).is_some() {
-            return Ok(wanted.len());
-        }
-        let longest = wanted.len().min(there.len());
-        let prefix = (1..=longest).rev().find(|&n| there.ends_with(&wanted[..n]));
-        Ok(prefix.unwrap_or(0))
+        Ok(there)
     }
 
     /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
