@@ -138,7 +138,7 @@ pub(super) fn restore(
         Handle::Directory(Stream::new(inode.open_dir(superuser)?))
     } else {
         Handle::File(OpenFile {
-            file: inode.open(sanitized(pending.flags), superuser)?,
+            file: open_file(inode, sanitized(pending.flags), superuser, superuser)?,
             vino,
         })
     };
@@ -162,6 +162,16 @@ pub(super) fn sanitized(flags: i32) -> i32 {
             | libc::O_NOCTTY
             | libc::O_ASYNC
             | libc::O_PATH)
+}
+
+/// Opens a file. One that is to be written is looked at before: when a client died that wrote it, the
+/// metadata server has its old size until somebody asks, and whoever opens it for writing without
+/// asking is told the old one and believed (16.2.15).
+fn open_file(inode: &Inode, flags: i32, perms: &Perms, superuser: &Perms) -> Result<File, Errno> {
+    if flags & libc::O_ACCMODE != libc::O_RDONLY {
+        inode.stat(superuser)?;
+    }
+    inode.open(flags, perms)
 }
 
 impl Ceph {
@@ -213,7 +223,7 @@ impl Ceph {
         }
         let flags = arg.flags as i32;
         let vino = vino(&call.annex.node.identity).ok_or(Errno::ESTALE)?;
-        let file = inode.open(sanitized(flags), &perms)?;
+        let file = open_file(&inode, sanitized(flags), &perms, &self.superuser)?;
         if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
             self.clear_setid(&inode)?;
         }
@@ -364,7 +374,9 @@ impl Ceph {
         let number = |n: u64| i64::try_from(n).map_err(|_| Errno::EFBIG);
         let (offset, length) = (number(arg.offset)?, number(arg.length)?);
         self.with_file(call, |open| {
-            open.file.allocate(arg.mode as i32, offset, length)
+            open.file.allocate(arg.mode as i32, offset, length)?;
+            // A new size is only noted down, and no object shows it.
+            open.file.sync(false)
         })?;
         // With `FUSE_HANDLE_KILLPRIV_V2` the kernel leaves this to us. Whoever is not root is taken
         // to be without CAP_FSETID.
