@@ -178,6 +178,8 @@ pub struct Restore {
     pub pinned: Vec<Identity>,
     /// Locks, of `fcntl(2)` only.
     pub locks: Vec<HeldLock>,
+    /// Modification times that calls gave to files that are or were a moment ago open for writing.
+    pub times: Vec<HeldTime>,
 }
 
 /// An open file or directory.
@@ -191,6 +193,17 @@ pub struct HeldHandle {
     pub open_flags: u32,
     /// It is a directory's.
     pub directory: bool,
+}
+
+/// A time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldTime {
+    /// The file.
+    pub identity: Identity,
+    /// Its modification time, seconds.
+    pub sec: u64,
+    /// And nanoseconds.
+    pub nsec: u32,
 }
 
 /// A lock.

@@ -302,6 +302,13 @@ impl Settling<'_> {
                 let out: AttrOut = self.data()?;
                 self.plausible(out.attr.mode, out.attr.size)?;
                 self.tables.note_attr(self.nodeid, &out.attr);
+                if let Op::Setattr(arg) = self.request.op {
+                    let valid = SetattrValid::from_bits_truncate(arg.valid);
+                    if valid.intersects(SetattrValid::MTIME | SetattrValid::SIZE) {
+                        let set = valid.contains(SetattrValid::MTIME);
+                        self.tables.set_time_is_set(self.nodeid, set);
+                    }
+                }
                 return Ok(self.bytes(out.as_bytes()));
             }
             Op::Statx(_) => {
@@ -327,7 +334,10 @@ impl Settling<'_> {
                 if out.size > write.size {
                     return Err(Errno::EIO);
                 }
+                self.tables.set_time_is_set(self.nodeid, false);
             }
+            Op::Fallocate(_) => self.tables.set_time_is_set(self.nodeid, false),
+            Op::CopyFileRange(copy) => self.tables.set_time_is_set(copy.nodeid_out, false),
             _ => {}
         }
         Ok(Reply::FromSlot(OutHeader {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use super::Ceph;
 use super::caller::Callers;
 use super::client::{Client, ClientError, Event, Inode, Perms};
-use super::ffi::Vino;
+use super::ffi::{Vino, setattr};
 use super::files::{Handles, Pending, restore};
 use super::locks::Locks;
 use super::node::{Pins, identity, vino, vino_of};
@@ -30,15 +30,15 @@ use crate::backend::convert::Timeouts;
 use crate::backend::{Frontend, Stripes};
 use crate::control::blob;
 use crate::control::message::{
-    CephOptions, CephSource, HeldHandle, LostLock, Restore, Secret, Secrets, SessionNames,
+    CephOptions, CephSource, HeldHandle, HeldTime, LostLock, Restore, Secret, Secrets, SessionNames,
 };
 use crate::region::Identity;
 use crate::wire::Errno;
 
 /// The library gives up connecting after this time.
 const CONNECT_LIMIT: Duration = Duration::from_secs(20);
-/// Objects are looked up by this many threads: each waits for the metadata server.
-const LOOKUP_THREADS: usize = 8;
+/// Many objects are dealt with by this many threads: each waits for the metadata server.
+const THREADS: usize = 8;
 
 /// Why a session could not begin.
 #[derive(Debug, thiserror::Error)]
@@ -184,6 +184,7 @@ fn begin(
     let root = client.root()?;
     let root_id = identity(vino_of(&root.stat(&superuser)?));
     let handles = Arc::new(Handles::default());
+    set_times(client, &start.restore.times, &superuser);
     held.hand_over(&handles, &pins);
     let acls = client
         .conf(c"client_acl_type")
@@ -360,18 +361,9 @@ struct Held<'a> {
 
 impl<'a> Held<'a> {
     fn find(client: &Arc<Client>, restore: &'a Restore, mounting: &Mounting) -> Held<'a> {
-        let wanted: Vec<&Identity> = restore
-            .handles
-            .iter()
-            .map(|h| &h.identity)
-            .chain(&restore.pinned)
-            .collect();
-        let found = find_all(client, &wanted, mounting);
-        let (opened, pinned) = {
-            let mut found = found;
-            let pinned = found.split_off(restore.handles.len());
-            (found, pinned)
-        };
+        let find = |id: &Identity| vino(id).and_then(|vino| find_early(client, vino, mounting));
+        let opened = each(&restore.handles, |handle| find(&handle.identity));
+        let pinned = each(&restore.pinned, find);
         Held {
             handles: restore.handles.iter().zip(opened).collect(),
             pinned: (restore.pinned.iter().zip(pinned))
@@ -396,20 +388,45 @@ impl<'a> Held<'a> {
     }
 }
 
-/// Looks objects up, several at a time, in the order they were given.
-fn find_all(client: &Arc<Client>, wanted: &[&Identity], mounting: &Mounting) -> Vec<Option<Inode>> {
-    let mut found: Vec<Option<Inode>> = wanted.iter().map(|_| None).collect();
-    let share = wanted.len().div_ceil(LOOKUP_THREADS).max(1);
-    std::thread::scope(|scope| {
-        for (ids, places) in wanted.chunks(share).zip(found.chunks_mut(share)) {
-            scope.spawn(move || {
-                for (id, place) in ids.iter().zip(places) {
-                    *place = vino(id).and_then(|vino| find_early(client, vino, mounting));
-                }
-            });
+/// Gives files the times they were given by calls: after the death of a client that wrote them the
+/// metadata server takes the times of their objects.
+fn set_times(client: &Arc<Client>, times: &[HeldTime], superuser: &Perms) {
+    each(times, |time| {
+        if let Err(e) = set_time(client, time, superuser) {
+            tracing::warn!("the time of a file is not what it was set to: {e}");
         }
     });
-    found
+}
+
+fn set_time(client: &Arc<Client>, time: &HeldTime, superuser: &Perms) -> Result<(), Errno> {
+    let vino = vino(&time.identity).ok_or(Errno::ESTALE)?;
+    let inode = client.find(vino)?;
+    let mut st = inode.stat(superuser)?;
+    let (sec, nsec) = (time.sec as i64, time.nsec.into());
+    if (st.mtime.tv_sec, st.mtime.tv_nsec) == (sec, nsec) {
+        return Ok(());
+    }
+    st.mtime = libc::timespec {
+        tv_sec: sec,
+        tv_nsec: nsec,
+    };
+    inode.set_stat(&st, setattr::MTIME, superuser)?;
+    inode.sync(false)
+}
+
+/// Does something with each of many, several at a time, in order.
+fn each<T: Sync, R: Send>(all: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let share = all.len().div_ceil(THREADS).max(1);
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = all
+            .chunks(share)
+            .map(|part| scope.spawn(move || part.iter().map(work).collect::<Vec<R>>()))
+            .collect();
+        let done = threads.into_iter().map(|thread| thread.join());
+        done.flat_map(|part| part.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
 }
 
 /// Looks an object up as soon as the session has begun far enough.

@@ -53,6 +53,9 @@ impl Core {
                 request: Vec::new(),
             });
         };
+        if let Op::Release(release) = request.op {
+            self.note_close(release.fh);
+        }
         let Settled {
             mut reply,
             mut given,

@@ -200,6 +200,8 @@ pub struct Core {
     pinned: HashSet<Identity>,
     /// Those it does not know any more: to be told to the backend.
     pub unpin: Vec<Identity>,
+    /// Nodes with a set time that were closed after writing, and when, oldest first.
+    closed: VecDeque<(u64, u64)>,
     /// The store has sessions ([`sessions`]).
     sessions: bool,
     needs_paths: bool,
@@ -275,6 +277,7 @@ impl Core {
             stale: Vec::new(),
             pinned: HashSet::new(),
             unpin: Vec::new(),
+            closed: VecDeque::new(),
             sessions,
             needs_paths: false,
             policy,

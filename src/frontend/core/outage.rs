@@ -49,6 +49,7 @@ impl Core {
             Op::Release(release) => {
                 self.vault.drop_locks_of(release.fh);
                 self.tell_later(held, request);
+                self.note_close(release.fh);
                 settle::release(&mut self.tables, release.fh)
             }
             Op::Setlk(lk) if lk.lk.typ == libc::F_UNLCK as u32 => {

@@ -5,8 +5,15 @@
 use zerocopy::IntoBytes;
 
 use super::*;
-use crate::control::message::{HeldHandle, HeldLock, LostLock, Restore};
+use crate::control::message::{HeldHandle, HeldLock, HeldTime, LostLock, Restore};
 use crate::region::slot::{Journal, Slot};
+
+/// A session has told the store everything of a file this long after its close, nanoseconds.
+const CLOSE_NS: u64 = 5_000_000_000;
+
+fn writes(handle: &Handle) -> bool {
+    !handle.directory && handle.open_flags as i32 & libc::O_ACCMODE != libc::O_RDONLY
+}
 
 impl Core {
     /// Everything the last generation held.
@@ -36,11 +43,51 @@ impl Core {
                 fh: lock.fh,
             })
         });
+        let times = self.set_times().into_iter().filter_map(|nodeid| {
+            let (sec, nsec) = self.tables.set_time(nodeid)?;
+            let identity = identity(nodeid)?;
+            Some(HeldTime {
+                identity,
+                sec,
+                nsec,
+            })
+        });
         Restore {
+            times: times.collect(),
             handles: handles.collect(),
             pinned: self.pinned.iter().copied().collect(),
             locks: locks.collect(),
         }
+    }
+
+    /// Nodes that are, or were a moment ago, open for writing: when the session that wrote them dies,
+    /// their times are the store's guess.
+    fn set_times(&self) -> Vec<u64> {
+        let handles = self.tables.handles().into_iter();
+        let open = handles.filter(|(_, handle)| writes(handle));
+        let mut nodes: Vec<u64> = open.map(|(_, handle)| handle.nodeid).collect();
+        let recent = sys::monotonic_ns().saturating_sub(CLOSE_NS);
+        let closed = self.closed.iter().filter(|(at, _)| *at >= recent);
+        nodes.extend(closed.map(|(_, nodeid)| *nodeid));
+        nodes.sort_unstable();
+        nodes.dedup();
+        nodes
+    }
+
+    /// A handle is about to be closed.
+    pub(super) fn note_close(&mut self, fh: u64) {
+        let handle = self.tables.handle(fh).filter(|_| self.sessions);
+        let Some(handle) = handle.filter(writes) else {
+            return;
+        };
+        if self.tables.set_time(handle.nodeid).is_none() {
+            return;
+        }
+        let now = sys::monotonic_ns();
+        while (self.closed.front()).is_some_and(|(at, _)| at + CLOSE_NS < now) {
+            self.closed.pop_front();
+        }
+        self.closed.push_back((now, handle.nodeid));
     }
 
     /// A request that takes the last name of an object was executed, or may have been.

@@ -66,6 +66,8 @@ const _: () = assert!(size_of::<Record>() == Class::INODE.size());
 pub(super) const LIVE: u8 = 1;
 /// The vault has it.
 const VAULTED: u8 = 2;
+/// The modification time was set by a call, and nothing was written since.
+const TIME_SET: u8 = 4;
 
 const NLOOKUP: usize = offset_of!(Record, nlookup);
 const PARENT: usize = offset_of!(Record, parent);
@@ -340,13 +342,31 @@ impl Tables {
 
     /// Notes whether the vault keeps an inode.
     pub fn set_vaulted(&mut self, nodeid: u64, vaulted: bool) {
+        self.set_flag(nodeid, VAULTED, vaulted);
+    }
+
+    /// Notes that the modification time was set by a call (`utimensat(2)`), or that something was
+    /// written and the time is the store's again.
+    pub fn set_time_is_set(&mut self, nodeid: u64, set: bool) {
+        self.set_flag(nodeid, TIME_SET, set);
+    }
+
+    /// The modification time, if a call has set it and nothing was written since: seconds and
+    /// nanoseconds.
+    pub fn set_time(&self, nodeid: u64) -> Option<(u64, u32)> {
+        let (_, record) = self.inode(nodeid)?;
+        let attr = record.attr;
+        (record.flags & TIME_SET != 0).then_some((attr.mtime, attr.mtimensec))
+    }
+
+    fn set_flag(&mut self, nodeid: u64, flag: u8, on: bool) {
         let Some((block, mut record)) = self.inode(nodeid) else {
             return;
         };
-        match vaulted {
-            true => record.flags |= VAULTED,
-            false => record.flags &= !VAULTED,
+        if (record.flags & flag != 0) == on {
+            return;
         }
+        record.flags ^= flag;
         self.atomically(|t| t.words.store_record(heap::address(block), &record));
     }
 
