@@ -45,6 +45,19 @@ pub fn keep_memory_private() -> io::Result<()> {
     )?)
 }
 
+/// This process may have this many bytes of private memory (`RLIMIT_DATA`); asked for more, the
+/// allocator fails.
+pub fn limit_memory(bytes: u64) -> io::Result<()> {
+    let limit = rustix::process::Rlimit {
+        current: Some(bytes),
+        maximum: Some(bytes),
+    };
+    Ok(rustix::process::setrlimit(
+        rustix::process::Resource::Data,
+        limit,
+    )?)
+}
+
 /// Ends this process at once: no destructor runs, no thread is waited for.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: does not return.

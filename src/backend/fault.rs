@@ -3,7 +3,8 @@
 //! Compiled in only with the feature `fault-points`; otherwise [`point`] is empty. The directory
 //! named by `EVERMOUNT_FAULTS` holds orders, files named `PLACE@OPCODE` or `PLACE@OPCODE@NAME` (NAME
 //! is the request's name, so that an order meets one request only). The first word of the file says
-//! what happens: `kill` (SIGKILL), `abort` (SIGABRT, dying of its own doing), `hang` (until killed).
+//! what happens: `kill` (SIGKILL), `abort` (SIGABRT, dying of its own doing), `hang` (until killed),
+//! `eat` (memory, until the allocator refuses).
 //! An order is carried out once, since whoever carries it out removes the file first; a second word
 //! says how often (`kill 2`), or `always`.
 
@@ -94,6 +95,7 @@ pub fn point(place: Place, request: &Request<'_>) {
         }
         match action {
             "abort" => std::process::abort(),
+            "eat" => eat(),
             "hang" => loop {
                 std::thread::park();
             },
@@ -101,5 +103,17 @@ pub fn point(place: Place, request: &Request<'_>) {
                 let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
             }
         }
+    }
+}
+
+/// Takes memory as a library does that computes with a number from a request. The allocator's refusal
+/// ends the process; without a limit this ends before the machine does.
+#[cfg(feature = "fault-points")]
+fn eat() {
+    const PART: usize = 16 << 20;
+    const ENOUGH: usize = 8 << 30;
+    let mut eaten = Vec::new();
+    while eaten.len() * PART < ENOUGH {
+        eaten.push(vec![1u8; PART]);
     }
 }

@@ -72,6 +72,9 @@ pub enum ServeError {
     /// What the front-end sent cannot be read.
     #[error("cannot read what the front-end sent beside the attach: {0}")]
     Attachment(#[source] std::io::Error),
+    /// The limit cannot be set.
+    #[error("cannot limit the backend's memory: {0}; is the limit of this process lower?")]
+    Memory(#[source] std::io::Error),
     /// A test wanted it so ([`fault`]).
     #[error("{0}")]
     Ordered(String),
@@ -250,6 +253,9 @@ fn start(
 ) -> Result<(), ServeError> {
     if let Some(reason) = fault::start() {
         return Err(ServeError::Ordered(reason));
+    }
+    if let Some(bytes) = given.options.memory_limit {
+        sys::limit_memory(bytes).map_err(ServeError::Memory)?;
     }
     let (backend, lost_locks) = open(given, &link)?;
     let root = backend.root();

@@ -29,6 +29,9 @@ use crate::frontend::{self, FrontendConfig, OutagePolicy};
 /// this is not reachable.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
+/// Least private memory of a backend, bytes: stacks of its threads and what its library needs.
+const MEMORY_MIN: u64 = 512 << 20;
+
 /// Mount SOURCE on the directory MOUNTPOINT.
 #[derive(clap::Args)]
 pub struct Args {
@@ -49,6 +52,10 @@ pub struct Args {
     /// Seconds the kernel may trust attributes without asking [default: dir 1, ceph 0]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     attr_timeout: Option<Duration>,
+    /// Private memory a backend may have, such as 2G. One that wants more dies and is replaced, alone;
+    /// a request that needs more is answered EIO
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    memory_limit: Option<u64>,
     #[command(flatten)]
     ceph: CephArgs,
     /// Mount options, separated by commas: ro, suid, dev, noexec, noatime, allow_other
@@ -123,6 +130,24 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// A number of bytes, in units of 1024 with a suffix.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "K" | "k" => 10,
+        "M" | "m" => 20,
+        "G" | "g" => 30,
+        _ => return Err("write a number of bytes, or with K, M or G".to_owned()),
+    };
+    let number: Option<u64> = digits.parse().ok();
+    let size = number.and_then(|n| n.checked_mul(1 << shift));
+    size.filter(|size| *size >= MEMORY_MIN).ok_or_else(|| {
+        let least = MEMORY_MIN >> 20;
+        format!("write at least {least}M: a backend needs that much by itself")
+    })
+}
+
 fn ceph_option(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("write NAME=VALUE")?;
     Ok((name.trim().to_owned(), value.trim().to_owned()))
@@ -172,6 +197,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         backend: BackendOptions {
             entry_timeout: args.entry_timeout,
             attr_timeout: args.attr_timeout,
+            memory_limit: args.memory_limit,
             ceph: CephOptions {
                 id: args.ceph.id,
                 mon: args.ceph.mon,
@@ -380,6 +406,15 @@ mod tests {
         }
         for beside in ["/a/bc", "/a/b/c", "/m"] {
             assert!(refuse_hidden_source(&source, Path::new(beside)).is_ok());
+        }
+    }
+
+    #[test]
+    fn sizes_are_numbers_with_a_unit() {
+        assert_eq!(size("2G"), Ok(2 << 30));
+        assert_eq!(size("1073741824"), Ok(1 << 30));
+        for bad in ["", "G", "1T", "-1", "1.5G", "16M", "99999999999G"] {
+            assert!(size(bad).is_err(), "{bad}");
         }
     }
 

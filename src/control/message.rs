@@ -131,6 +131,8 @@ pub struct BackendOptions {
     pub entry_timeout: Option<Duration>,
     /// How long the kernel may trust attributes; the default is the store's.
     pub attr_timeout: Option<Duration>,
+    /// Bytes of private memory a backend may have.
+    pub memory_limit: Option<u64>,
     /// For a `ceph:` source.
     pub ceph: CephOptions,
 }
@@ -174,6 +176,8 @@ pub struct SessionNames {
 pub struct Restore {
     /// Open files and directories.
     pub handles: Vec<HeldHandle>,
+    /// Directories above open files: a store may have rules for all that is below one (quotas).
+    pub directories: Vec<Identity>,
     /// Objects without a name that the kernel knows.
     pub pinned: Vec<Identity>,
     /// Locks, of `fcntl(2)` only.

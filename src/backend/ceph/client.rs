@@ -11,8 +11,8 @@ use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
 use super::ffi::{
-    CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, Functions, LIBRARY,
-    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, Statx, Vino,
+    CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, DONT_SYNC, Functions, LIBRARY,
+    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_VERSION, Statx, Vino,
 };
 use crate::region::memory::{Span, iovecs};
 use crate::wire::Errno;
@@ -51,25 +51,9 @@ fn check(ret: c_int) -> Result<c_int, Errno> {
     }
 }
 
-/// What the library tells without being asked, from threads of its own that hold no lock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// Data of a file may be old from `off` on, `len` bytes or (0) all that follow.
-    Data {
-        /// The file.
-        vino: Vino,
-        /// Offset.
-        off: i64,
-        /// Length.
-        len: i64,
-    },
-    /// The last name of an object is gone, by another client.
-    Unlinked(Vino),
-    /// The metadata server wants capabilities back: let go of the object if it is not in use.
-    Release(Vino),
-}
-
-type Listener = Box<dyn Fn(Event) + Send + Sync>;
+/// Data of a file may be old: `len` bytes from `off` on, or (0) all that follow. Called from a thread
+/// of the library that holds no lock.
+type Listener = Box<dyn Fn(Vino, i64, i64) + Send + Sync>;
 
 /// An instance of the library, with at most one session.
 pub struct Client {
@@ -169,19 +153,21 @@ impl Client {
         check(done).map(drop)
     }
 
-    /// Has events told to `listener` for the life of the process. After [`init`](Client::init), before
+    /// Has `listener` told of data that is old, for the life of the process. After [`init`](Client::init), before
     /// [`mount`](Client::mount).
-    pub fn listen(&self, listener: impl Fn(Event) + Send + Sync + 'static) {
+    pub fn listen(&self, listener: impl Fn(Vino, i64, i64) + Send + Sync + 'static) {
         let listener: Listener = Box::new(listener);
         let listener: &'static Listener = Box::leak(Box::new(listener));
         let mut args = CallbackArgs {
             handle: ptr::from_ref(listener).cast_mut().cast(),
             ino_cb: Some(on_data),
-            dentry_cb: Some(on_dentry),
+            // Nothing is held for the kernel's knowledge of a name or a node, so there is nothing to
+            // let go of.
+            dentry_cb: None,
             switch_intr_cb: None,
             remount_cb: None,
             umask_cb: Some(on_umask),
-            ino_release_cb: Some(on_release),
+            ino_release_cb: None,
         };
         // SAFETY: the library copies the struct; the handle lives for ever.
         unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
@@ -393,21 +379,9 @@ pub enum ClientError {
 }
 
 unsafe extern "C" fn on_data(handle: *mut libc::c_void, vino: Vino, off: i64, len: i64) {
-    tell(handle, Event::Data { vino, off, len });
-}
-
-unsafe extern "C" fn on_dentry(
-    handle: *mut libc::c_void,
-    _directory: Vino,
-    vino: Vino,
-    _name: *const libc::c_char,
-    _len: usize,
-) {
-    tell(handle, Event::Unlinked(vino));
-}
-
-unsafe extern "C" fn on_release(handle: *mut libc::c_void, vino: Vino) {
-    tell(handle, Event::Release(vino));
+    // SAFETY: the handle is the listener that was leaked in `Client::listen`.
+    let listener: &Listener = unsafe { &*handle.cast_const().cast() };
+    listener(vino, off, len);
 }
 
 unsafe extern "C" fn on_umask(_handle: *mut libc::c_void) -> libc::mode_t {
@@ -421,12 +395,6 @@ thread_local! {
 /// Sets the umask the library applies for this thread, if it applies one (with ACLs).
 pub fn set_umask(umask: u32) {
     UMASK.set(umask);
-}
-
-fn tell(handle: *mut libc::c_void, event: Event) {
-    // SAFETY: the handle is the listener that was leaked in `Client::listen`.
-    let listener: &Listener = unsafe { &*handle.cast_const().cast() };
-    listener(event);
 }
 
 /// Who asks.
@@ -506,11 +474,6 @@ impl Inode {
         self.client.raw()
     }
 
-    /// Another reference to it, whose number is known.
-    pub fn again(&self, vino: Vino) -> Result<Inode, Errno> {
-        self.client.cached(vino).ok_or(Errno::ESTALE)
-    }
-
     /// Attributes, from the metadata server if need be.
     pub fn stat(&self, perms: &Perms) -> Result<Statx, Errno> {
         let mut st = Statx::default();
@@ -519,6 +482,24 @@ impl Inode {
             (self.lib().ll_getattr)(self.mount(), self.raw(), &mut st, WANT, 0, perms.raw())
         })?;
         Ok(st)
+    }
+
+    /// The version, which grows with every change. `known`: as this client knows it, without asking.
+    pub fn version(&self, known: bool, perms: &Perms) -> Result<u64, Errno> {
+        let mut st = Statx::default();
+        let flags = if known { DONT_SYNC } else { 0 };
+        // SAFETY: a place for the attributes.
+        check(unsafe {
+            (self.lib().ll_getattr)(
+                self.mount(),
+                self.raw(),
+                &mut st,
+                STATX_VERSION,
+                flags,
+                perms.raw(),
+            )
+        })?;
+        Ok(st.version)
     }
 
     /// Changes the attributes named by `mask` (`ffi::setattr`).

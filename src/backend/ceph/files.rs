@@ -120,12 +120,7 @@ impl Handles {
 }
 
 /// Opens what an earlier generation had open.
-pub(super) fn restore(
-    handles: &Handles,
-    warm: &super::Warm,
-    superuser: &Perms,
-    fh: u64,
-) -> Result<Arc<Handle>, Errno> {
+pub(super) fn restore(handles: &Handles, superuser: &Perms, fh: u64) -> Result<Arc<Handle>, Errno> {
     let pending = match handles.get(fh) {
         Some(Ok(handle)) => return Ok(handle),
         Some(Err(pending)) => pending,
@@ -142,12 +137,7 @@ pub(super) fn restore(
             vino,
         })
     };
-    let handle = Arc::new(handle);
-    let kept = handles.opened(fh, handle.clone())?;
-    if Arc::ptr_eq(&kept, &handle) && !pending.directory {
-        warm.restored(vino, inode.again(vino)?);
-    }
-    Ok(kept)
+    handles.opened(fh, Arc::new(handle))
 }
 
 /// The flags to open with. What creates, truncates or names was done by whoever opened first; an
@@ -197,7 +187,7 @@ impl Ceph {
                 self.handles.expect([(fh, pending)]);
             }
         }
-        restore(&self.handles, &self.warm, &self.superuser, fh)
+        restore(&self.handles, &self.superuser, fh)
     }
 
     /// Does something with the open file of the request.
@@ -227,14 +217,14 @@ impl Ceph {
         if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
             self.clear_setid(&inode)?;
         }
-        Ok(Answer::Opened(self.keep(fh, file, vino, inode)))
+        Ok(Answer::Opened(self.keep(fh, file, vino, &inode)))
     }
 
     /// Keeps an open file. Returns the bits for the kernel.
-    pub(super) fn keep(&self, fh: u64, file: File, vino: Vino, inode: Inode) -> u32 {
+    pub(super) fn keep(&self, fh: u64, file: File, vino: Vino, inode: &Inode) -> u32 {
         self.handles
             .insert(fh, Handle::File(OpenFile { file, vino }));
-        if self.warm.opened(vino, inode) {
+        if self.keeps_pages(vino, inode) {
             FOPEN_KEEP_CACHE
         } else {
             0
@@ -243,8 +233,11 @@ impl Ceph {
 
     pub(super) fn read(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
         let into = call.read_buffer(arg.size as usize);
-        let len = self.with_file(call, |open| open.file.read(&into, arg.offset))?;
-        Ok(Answer::Filled(len))
+        self.with_file(call, |open| {
+            let len = open.file.read(&into, arg.offset)?;
+            self.was_read(open.vino, arg.offset, len);
+            Ok(Answer::Filled(len))
+        })
     }
 
     pub(super) fn write(
@@ -337,16 +330,20 @@ impl Ceph {
     /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         self.unlock_owner(call.annex.node.nodeid, arg.lock_owner)?;
+        // Without a node there is nothing to remember.
+        if let Some(vino) = vino(&call.annex.node.identity)
+            && let Some(inode) = self.client.cached(vino)
+        {
+            self.note_version(vino, &inode);
+        }
         Ok(Answer::Empty)
     }
 
     pub(super) fn release(&self, call: &Call<'_>) -> Result<Answer, Errno> {
         let fh = call.annex.handle.fh;
-        if let Some(handle) = self.handles.remove(fh)
-            && let Handle::File(open) = &*handle
-        {
-            self.warm.closed(open.vino);
-        }
+        let handle = self.handles.remove(fh);
+        // Closing asks the store, if this was its last user.
+        drop(handle);
         self.unlock_handle(fh)?;
         Ok(Answer::Empty)
     }

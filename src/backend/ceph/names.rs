@@ -128,7 +128,7 @@ impl Ceph {
                 // The mode may forbid what the creator may do.
                 let file = inode.open(sanitized(requested), &self.superuser)?;
                 let vino = vino_of(&st);
-                let flags = self.keep(call.annex.new_fh, file, vino, inode);
+                let flags = self.keep(call.annex.new_fh, file, vino, &inode);
                 let (entry, id) = self.entry(&st);
                 return Ok(Answer::Created(entry, id, flags));
             }
@@ -145,7 +145,7 @@ impl Ceph {
             made => made?,
         };
         let vino = vino_of(&st);
-        let flags = self.keep(call.annex.new_fh, file, vino, inode);
+        let flags = self.keep(call.annex.new_fh, file, vino, &inode);
         let (entry, id) = self.entry(&st);
         Ok(Answer::Created(entry, id, flags))
     }
@@ -174,7 +174,6 @@ impl Ceph {
         } else {
             parent.unlink(&name, &perms)?;
         }
-        self.victim_is_gone(journal);
         Ok(Answer::Empty)
     }
 
@@ -203,7 +202,6 @@ impl Ceph {
         let perms = self.caller(&call.request.header)?;
         self.pin_victim(journal);
         old.rename(&name, &new, &newname, &perms)?;
-        self.victim_is_gone(journal);
         Ok(Answer::Empty)
     }
 
@@ -243,14 +241,6 @@ impl Ceph {
             && let Ok(inode) = self.client.find(vino)
         {
             self.pins.insert(vino, inode);
-        }
-    }
-
-    fn victim_is_gone(&self, journal: &Journal) {
-        if journal.flags & Journal::LAST_NAME != 0
-            && let Some(vino) = super::node::vino(&journal.target)
-        {
-            self.warm.doom(vino);
         }
     }
 }

@@ -20,12 +20,12 @@ use std::time::{Duration, Instant};
 
 use super::Ceph;
 use super::caller::Callers;
-use super::client::{Client, ClientError, Event, Inode, Perms};
+use super::client::{Client, ClientError, Inode, Perms};
 use super::ffi::{Vino, setattr};
 use super::files::{Handles, Pending, restore};
 use super::locks::Locks;
 use super::node::{Pins, identity, vino, vino_of};
-use super::warm::Warm;
+use super::warm::{Shared, Warm};
 use crate::backend::convert::Timeouts;
 use crate::backend::{Frontend, Stripes};
 use crate::control::blob;
@@ -132,15 +132,18 @@ pub fn open(start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), CephError> {
     let _key = provide_key(&client, &start.secrets)?;
 
     let pins = Arc::new(Pins::default());
-    let warm = Arc::new(Warm::default());
+    let shared = Arc::new(Shared::default());
     client.init().map_err(|errno| CephError::Connect {
         id: id.to_owned(),
         errno,
         advice: "check the monitors' addresses in --conf or --mon",
     })?;
     client.listen({
-        let (frontend, warm) = (start.frontend.clone(), warm.clone());
-        move |event| hear(&*frontend, &warm, event)
+        let (frontend, shared) = (start.frontend.clone(), shared.clone());
+        move |vino, off, len| {
+            shared.add(vino);
+            frontend.stale(&identity(vino), off, len);
+        }
     });
     if !start.source.fs.is_empty() {
         let name = c_string(&start.source.fs, "the name of the file system")?;
@@ -165,7 +168,7 @@ pub fn open(start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), CephError> {
     mounting
         .outcome()
         .map_err(|errno| mount_error(start.source, id, errno))?;
-    begin(&client, start, held, pins, warm).map_err(|errno| {
+    begin(&client, start, held, pins, shared).map_err(|errno| {
         // The session has begun; without this it would stay for minutes.
         let _ = client.unmount();
         mount_error(start.source, id, errno)
@@ -178,14 +181,14 @@ fn begin(
     start: &Start<'_>,
     held: Held<'_>,
     pins: Arc<Pins>,
-    warm: Arc<Warm>,
+    shared: Arc<Shared>,
 ) -> Result<(Ceph, Vec<LostLock>), Errno> {
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
     let root_id = identity(vino_of(&root.stat(&superuser)?));
     let handles = Arc::new(Handles::default());
     set_times(client, &start.restore.times, &superuser);
-    held.hand_over(&handles, &pins);
+    let directories = held.hand_over(&handles, &pins);
     let acls = client
         .conf(c"client_acl_type")
         .is_ok_and(|kind| kind == "posix_acl");
@@ -199,7 +202,9 @@ fn begin(
         acls,
         handles,
         pins,
-        warm,
+        _directories: directories,
+        warm: Warm::default(),
+        shared,
         locks: Locks::default(),
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
@@ -252,6 +257,9 @@ fn configure(client: &Client, start: &Start<'_>) -> Result<(), CephError> {
     }
     // A write that is acknowledged is with the store: this process may die at any time.
     set("client_oc", "false")?;
+    // The library's look whether a pool may be used at all writes to it, and so a new session waits with
+    // its first read until a full pool is not full any more. Each write is told its own error anyway.
+    set("client_check_pool_perm", "false")?;
     // The front-end replaces a backend whose session was ended, with everything it held.
     set("client_reconnect_stale", "false")?;
     Ok(())
@@ -277,14 +285,6 @@ fn provide_key(client: &Client, secrets: &Secrets) -> Result<Option<OwnedFd>, Ce
 fn path_of(file: &OwnedFd) -> CString {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     CString::new(path).expect("a path of digits has no NUL")
-}
-
-fn hear(frontend: &dyn Frontend, warm: &Warm, event: Event) {
-    match event {
-        Event::Data { vino, off, len } => frontend.stale(&identity(vino), off, len),
-        Event::Unlinked(vino) => warm.doom(vino),
-        Event::Release(vino) => warm.release(vino),
-    }
 }
 
 /// A mount that is under way in its own thread.
@@ -357,6 +357,7 @@ impl Mounting {
 struct Held<'a> {
     handles: Vec<(&'a HeldHandle, Option<Inode>)>,
     pinned: Vec<(Vino, Inode)>,
+    directories: Vec<Inode>,
 }
 
 impl<'a> Held<'a> {
@@ -364,15 +365,18 @@ impl<'a> Held<'a> {
         let find = |id: &Identity| vino(id).and_then(|vino| find_early(client, vino, mounting));
         let opened = each(&restore.handles, |handle| find(&handle.identity));
         let pinned = each(&restore.pinned, find);
+        let directories = each(&restore.directories, find);
         Held {
             handles: restore.handles.iter().zip(opened).collect(),
             pinned: (restore.pinned.iter().zip(pinned))
                 .filter_map(|(id, inode)| Some((vino(id)?, inode?)))
                 .collect(),
+            directories: directories.into_iter().flatten().collect(),
         }
     }
 
-    fn hand_over(self, handles: &Handles, pins: &Pins) {
+    /// Returns the directories.
+    fn hand_over(self, handles: &Handles, pins: &Pins) -> Vec<Inode> {
         handles.expect(self.handles.into_iter().map(|(handle, inode)| {
             let pending = Pending {
                 inode,
@@ -385,6 +389,7 @@ impl<'a> Held<'a> {
         for (vino, inode) in self.pinned {
             pins.insert(vino, inode);
         }
+        self.directories
     }
 }
 
@@ -478,15 +483,11 @@ impl Ceph {
         if pending.is_empty() {
             return;
         }
-        let (handles, warm, superuser) = (
-            self.handles.clone(),
-            self.warm.clone(),
-            self.superuser.clone(),
-        );
+        let (handles, superuser) = (self.handles.clone(), self.superuser.clone());
         let work = move || {
             for fh in pending {
                 // An error is told to whoever uses the handle.
-                let _ = restore(&handles, &warm, &superuser, fh);
+                let _ = restore(&handles, &superuser, fh);
             }
         };
         let thread = std::thread::Builder::new().name("reopen".into());

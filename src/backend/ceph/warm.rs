@@ -1,133 +1,116 @@
-//! Files whose pages the kernel may keep from one open to the next.
+//! Whether the kernel may keep the pages of a file from one open to the next.
 //!
-//! The library tells when data it had the right to cache may be old, as long as it knows the file.
-//! So a file is kept referred to after its last close, and an open of it does not cost the kernel
-//! its pages. One that this generation has not opened before, or did not know all the time, may have
-//! changed unseen: its first open drops them.
+//! The library tells when data it had the right to cache is old, but a moment later, and not of files
+//! it has let go of. So an open compares the version of the file (which grows with every change) with
+//! the one of its last close here: pages of the same version stay, all others go. A new generation has
+//! seen no versions, so the first open of each file drops what may have changed unseen.
+//!
+//! While other clients write to an open file nobody has the right to cache, and nobody is told of
+//! changes. What is read meanwhile is taken back from the kernel at once ([`Shared`]).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use parking_lot::Mutex;
 
-use super::client::Inode;
+use super::Ceph;
+use super::client::{Inode, Xattr};
 use super::ffi::Vino;
 
-/// Closed files that are kept.
-const CLOSED_MAX: usize = 4096;
+/// Files whose version is remembered.
+const FILES_MAX: usize = 65536;
 
-struct File {
-    _inode: Inode,
-    opens: u32,
-    /// The kernel's pages are from an open of this generation.
-    trusted: bool,
-    /// Its last name is gone: nothing may refer to it after its last close, or it lives on.
-    doomed: bool,
-    closed_at: u64,
-}
-
+/// Versions of files when they were last opened or closed here.
 #[derive(Default)]
-struct State {
-    files: HashMap<Vino, File>,
-    closed: usize,
-    clock: u64,
-}
-
-/// See the module.
-#[derive(Default)]
-pub(super) struct Warm(Mutex<State>);
+pub(super) struct Warm(Mutex<HashMap<Vino, u64>>);
 
 impl Warm {
+    /// A file of this version is opened. True if it is as it was when it was last opened or closed.
+    fn opened(&self, vino: Vino, version: u64) -> bool {
+        let mut versions = self.0.lock();
+        if versions.len() >= FILES_MAX {
+            // Costs each file one reading; a list by age would cost more.
+            versions.clear();
+        }
+        versions.insert(vino, version) == Some(version)
+    }
+}
+
+/// Files that others may be writing to.
+#[derive(Default)]
+pub(super) struct Shared(Mutex<HashSet<Vino>>);
+
+impl Shared {
+    /// The right to cache was taken away.
+    pub(super) fn add(&self, vino: Vino) {
+        self.0.lock().insert(vino);
+    }
+}
+
+impl Ceph {
     /// A file was opened. True if the kernel may keep its pages.
-    pub(super) fn opened(&self, vino: Vino, inode: Inode) -> bool {
-        let mut state = self.0.lock();
-        let state = &mut *state;
-        match state.files.get_mut(&vino) {
-            Some(file) => {
-                state.closed -= usize::from(file.opens == 0);
-                file.opens += 1;
-                std::mem::replace(&mut file.trusted, true)
-            }
-            None => {
-                state.files.insert(
-                    vino,
-                    File {
-                        _inode: inode,
-                        opens: 1,
-                        trusted: true,
-                        doomed: false,
-                        closed_at: 0,
-                    },
-                );
-                false
-            }
+    pub(super) fn keeps_pages(&self, vino: Vino, inode: &Inode) -> bool {
+        let version = inode.version(false, &self.superuser);
+        version.is_ok_and(|version| self.warm.opened(vino, version))
+    }
+
+    /// A file is closed: what is in the kernel is of this version.
+    pub(super) fn note_version(&self, vino: Vino, inode: &Inode) {
+        if let Ok(version) = inode.version(true, &self.superuser) {
+            self.warm.opened(vino, version);
         }
     }
 
-    /// A handle of an earlier generation was opened again.
-    pub(super) fn restored(&self, vino: Vino, inode: Inode) {
-        let mut state = self.0.lock();
-        let state = &mut *state;
-        let fresh = File {
-            _inode: inode,
-            opens: 0,
-            trusted: false,
-            doomed: false,
-            closed_at: 0,
+    /// Bytes were read. Without the right to cache they are taken back from the kernel.
+    pub(super) fn was_read(&self, vino: Vino, offset: u64, len: usize) {
+        if !self.shared.0.lock().contains(&vino) {
+            return;
+        }
+        let may_cache = match self.client.cached(vino) {
+            Some(inode) => may_cache(&inode.xattr(c"ceph.caps", 256, &self.superuser)),
+            None => false,
         };
-        let file = state.files.entry(vino).or_insert(fresh);
-        file.opens += 1;
-    }
-
-    /// A handle was closed.
-    pub(super) fn closed(&self, vino: Vino) {
-        let mut unused = None;
-        {
-            let mut state = self.0.lock();
-            let state = &mut *state;
-            state.clock += 1;
-            let Some(file) = state.files.get_mut(&vino) else {
-                return;
-            };
-            file.opens = file.opens.saturating_sub(1);
-            if file.opens > 0 {
-                return;
-            }
-            file.closed_at = state.clock;
-            state.closed += 1;
-            if file.doomed || !file.trusted {
-                state.closed -= 1;
-                unused = state.files.remove(&vino);
-            } else if state.closed > CLOSED_MAX {
-                let closed = state.files.iter().filter(|(_, f)| f.opens == 0);
-                let first = closed.min_by_key(|(_, f)| f.closed_at).map(|(v, _)| *v);
-                unused = first.and_then(|vino| state.files.remove(&vino));
-                state.closed -= usize::from(unused.is_some());
-            }
+        if may_cache {
+            self.shared.0.lock().remove(&vino);
+        } else {
+            let identity = super::node::identity(vino);
+            self.frontend.stale(&identity, offset as i64, len as i64);
         }
-        // Giving a reference back takes the library's lock.
-        drop(unused);
+    }
+}
+
+/// The capabilities of a file, as the library writes them (`pAsLsXsFscr/0x1255`), have "cache" among
+/// those of the file's data.
+fn may_cache(caps: &Result<Xattr, crate::wire::Errno>) -> bool {
+    let Ok(Xattr::Bytes(text)) = caps else {
+        return false;
+    };
+    let file = text.split(|&b| b == b'/').next().unwrap_or_default();
+    let of_file = file.split(|&b| b == b'F').nth(1).unwrap_or_default();
+    of_file.contains(&b'c')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_right_to_cache_is_found_among_the_capabilities() {
+        let caps = |text: &str| Ok(Xattr::Bytes(text.as_bytes().to_vec()));
+        assert!(may_cache(&caps("pAsxLsXsxFsxcrwb/0xffff")));
+        assert!(may_cache(&caps("pFc/0x1")));
+        assert!(!may_cache(&caps("pAsLsXsFrw/0x1")));
+        assert!(!may_cache(&caps("pAsc/0x1")));
+        assert!(!may_cache(&caps("-/0x0")));
+        assert!(!may_cache(&Err(crate::wire::Errno::ENODATA)));
     }
 
-    /// The last name of a file is gone.
-    pub(super) fn doom(&self, vino: Vino) {
-        if let Some(file) = self.0.lock().files.get_mut(&vino) {
-            file.doomed = true;
-        }
-        self.release(vino);
-    }
-
-    /// Lets go of a file that is not open.
-    pub(super) fn release(&self, vino: Vino) {
-        let gone = {
-            let mut state = self.0.lock();
-            match state.files.get(&vino) {
-                Some(file) if file.opens == 0 => {
-                    state.closed -= 1;
-                    state.files.remove(&vino)
-                }
-                _ => None,
-            }
-        };
-        drop(gone);
+    #[test]
+    fn pages_stay_only_with_their_version() {
+        let warm = Warm::default();
+        let vino = Vino { ino: 7, snapid: 1 };
+        assert!(!warm.opened(vino, 3), "never seen");
+        assert!(warm.opened(vino, 3));
+        assert!(!warm.opened(vino, 4), "changed");
+        assert!(warm.opened(vino, 4));
     }
 }

@@ -55,9 +55,28 @@ impl Core {
         Restore {
             times: times.collect(),
             handles: handles.collect(),
+            directories: self.directories_in_use(),
             pinned: self.pinned.iter().copied().collect(),
             locks: locks.collect(),
         }
+    }
+
+    /// Directories above open files, each once.
+    fn directories_in_use(&self) -> Vec<Identity> {
+        let mut seen = HashSet::new();
+        let mut found = Vec::new();
+        for nodeid in self.open_nodes() {
+            let parent = |nodeid| self.tables.node(nodeid).map_or(0, |node| node.parent);
+            let mut above = parent(nodeid);
+            // Ends at the root, whose parent is nothing, and where somebody has been before.
+            while seen.insert(above)
+                && let Some(node) = self.tables.node(above)
+            {
+                found.push(node.identity);
+                above = node.parent;
+            }
+        }
+        found
     }
 
     /// Nodes that are, or were a moment ago, open for writing: when the session that wrote them dies,
