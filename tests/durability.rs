@@ -203,13 +203,13 @@ fn an_exceeded_quota_is_told_and_costs_nothing_else() {
         let flags = rustix::fs::XattrFlags::empty();
         rustix::fs::setxattr(&limited, name, bytes.as_bytes(), flags).unwrap();
     };
-    limit("1000000");
+    limit("500000");
     let file = open_rw(&limited.join("file"));
     file.write_all_at(&[1; 100_000], 0).unwrap();
     // Ceph takes its time to tell clients of a quota.
     let told = until(PATIENCE, || {
         file.set_len(100_000).unwrap();
-        errno(file.write_all_at(&[2; 2_000_000], 0)) == Some(libc::EDQUOT)
+        errno(file.write_all_at(&[2; 900_000], 100_000)) == Some(libc::EDQUOT)
     });
     assert!(told, "the quota is never known");
     file.set_len(100_000).unwrap();
@@ -217,7 +217,7 @@ fn an_exceeded_quota_is_told_and_costs_nothing_else() {
     for _ in 0..3 {
         let refused = within(PATIENCE, "write", {
             let file = file.try_clone().unwrap();
-            move || errno(file.write_all_at(&[2; 2_000_000], 0))
+            move || errno(file.write_all_at(&[2; 900_000], 100_000))
         });
         assert_eq!(refused, Some(libc::EDQUOT));
         mount.replace_backend();
@@ -226,14 +226,14 @@ fn an_exceeded_quota_is_told_and_costs_nothing_else() {
     mount.order("before-execution@WRITE", "kill");
     let refused = within(PATIENCE, "write", {
         let file = file.try_clone().unwrap();
-        move || errno(file.write_all_at(&[2; 2_000_000], 0))
+        move || errno(file.write_all_at(&[2; 900_000], 100_000))
     });
     assert_eq!(refused, Some(libc::EDQUOT));
     let mut there = vec![0; 100_000];
     file.read_exact_at(&mut there, 0).unwrap();
     same(&there, &[1; 100_000]);
     limit("100000000");
-    file.write_all_at(&[2; 2_000_000], 0).unwrap();
+    file.write_all_at(&[2; 900_000], 100_000).unwrap();
     drop(file);
     mount.end();
 }
