@@ -3,7 +3,7 @@
 use zerocopy::IntoBytes;
 
 use super::Ceph;
-use super::client::Inode;
+use super::client::{Inode, Perms};
 use super::ffi::{Statx as Stat, setattr};
 use super::node::{identity, vino_of};
 use crate::backend::convert::{has_values, kills_setid, without_setid};
@@ -112,7 +112,7 @@ impl Ceph {
                 mask &= !setattr::SIZE;
             }
         }
-        let mut st = Stat {
+        let st = Stat {
             mode: (arg.mode & 0o7777) as u16,
             uid: arg.uid,
             gid: arg.gid,
@@ -129,18 +129,10 @@ impl Ceph {
             self.caller(&call.request.header)?
         };
         if kills_setid(valid) {
-            let mode = u32::from(inode.stat(&self.superuser)?.mode);
-            let cleared = without_setid(mode);
-            if cleared != mode {
-                // Not the caller's wish, so not the caller's right.
-                st.mode = (cleared & 0o7777) as u16;
-                inode.set_stat(&st, setattr::MODE, &self.superuser)?;
-            }
+            self.clear_setid(&inode)?;
         }
         if mask != 0 {
-            inode.set_stat(&st, mask, &perms)?;
-            // With the exclusive right to the attributes the library has only noted them down.
-            inode.sync(false)?;
+            self.change(&inode, &st, mask, &perms)?;
         }
         let st = inode.stat(&self.superuser)?;
         Ok(self.timeouts.attr(attr(&st)))
@@ -151,7 +143,8 @@ impl Ceph {
         Ok(self.inode(&call.annex.node)?.stat(&self.superuser)?.size)
     }
 
-    /// Takes the set-id bits away, as a write by an unprivileged process does.
+    /// Takes the set-id bits away, as a write by an unprivileged process does: not the caller's wish, so
+    /// not the caller's right.
     pub(super) fn clear_setid(&self, inode: &Inode) -> Result<(), Errno> {
         let mode = u32::from(inode.stat(&self.superuser)?.mode);
         let cleared = without_setid(mode);
@@ -162,7 +155,14 @@ impl Ceph {
             mode: (cleared & 0o7777) as u16,
             ..Stat::default()
         };
-        inode.set_stat(&st, setattr::MODE, &self.superuser)
+        self.change(inode, &st, setattr::MODE, &self.superuser)
+    }
+
+    /// Changes attributes, for good: with the exclusive right to them the library only notes them
+    /// down.
+    fn change(&self, inode: &Inode, st: &Stat, mask: i32, perms: &Perms) -> Result<(), Errno> {
+        inode.set_stat(st, mask, perms)?;
+        inode.sync(false)
     }
 
     /// `access(2)` and `chdir(2)`, by the mode bits: the library has no call for it.
