@@ -164,7 +164,7 @@ fn times_and_modes_are_what_was_told_last() {
         let file = open_rw(&path);
         file.write_all_at(&[7; 100_000], 0).unwrap();
         utimensat(CWD, &path, &times, AtFlags::empty()).unwrap();
-        let mode = fs::Permissions::from(std::os::unix::fs::PermissionsExt::from_mode(0o640));
+        let mode: fs::Permissions = std::os::unix::fs::PermissionsExt::from_mode(0o640);
         fs::set_permissions(&path, mode).unwrap();
         std::os::unix::fs::chown(&path, Some(1234), Some(4321)).unwrap();
         let kept = if closes { None } else { Some(file) };

@@ -448,7 +448,7 @@ impl Supervisor {
                 old: self.sessions.clone(),
             };
             self.sessions.push(session.own.clone());
-            let restore = self.shared.core.lock().restore();
+            let restore = self.shared.core.lock().restore(&self.shared.io);
             let text = serde_json::to_vec(&restore).map_err(std::io::Error::from);
             match text.and_then(|text| blob::seal("evermount-restore", &text)) {
                 Ok(fd) => {

@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::ffi::{CStr, CString, c_int, c_uint};
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::ffi::{
@@ -59,6 +60,8 @@ type Listener = Box<dyn Fn(Vino, i64, i64) + Send + Sync>;
 pub struct Client {
     lib: &'static Functions,
     mount: NonNull<CephMount>,
+    /// The session is being ended from here.
+    ending: AtomicBool,
 }
 
 // SAFETY: libcephfs takes its own locks (one mutex per client); any thread may call it.
@@ -75,7 +78,8 @@ impl Client {
         // SAFETY: `mount` is a place for the instance; `id` is a string or null.
         check(unsafe { (lib.create)(&mut mount, id) })?;
         let mount = NonNull::new(mount).ok_or(Errno::ENOMEM)?;
-        Ok(Arc::new(Client { lib, mount }))
+        let ending = AtomicBool::new(false);
+        Ok(Arc::new(Client { lib, mount, ending }))
     }
 
     fn raw(&self) -> *mut CephMount {
@@ -138,9 +142,16 @@ impl Client {
 
     /// Ends the session in order: writes back, gives everything back.
     pub fn unmount(&self) -> Result<(), Errno> {
+        self.ending.store(true, Ordering::SeqCst);
         // SAFETY: whoever calls this uses nothing of the session afterwards, but for dropping
         // references to inodes, which the library ignores then.
         check(unsafe { (self.lib.unmount)(self.raw()) }).map(drop)
+    }
+
+    /// Gives the instance's memory and threads back. After [`unmount`](Client::unmount).
+    pub fn release(self) {
+        // SAFETY: nothing refers to it: it is not shared any more. One with a session is left alone.
+        unsafe { (self.lib.release)(self.raw()) };
     }
 
     /// Ends the session of that name, with everything it held. Works before, during and after
@@ -476,30 +487,30 @@ impl Inode {
 
     /// Attributes, from the metadata server if need be.
     pub fn stat(&self, perms: &Perms) -> Result<Statx, Errno> {
-        let mut st = Statx::default();
-        // SAFETY: a place for the attributes.
-        check(unsafe {
-            (self.lib().ll_getattr)(self.mount(), self.raw(), &mut st, WANT, 0, perms.raw())
-        })?;
-        Ok(st)
+        self.ask(WANT, 0, perms)
     }
 
     /// The version, which grows with every change. `known`: as this client knows it, without asking.
     pub fn version(&self, known: bool, perms: &Perms) -> Result<u64, Errno> {
-        let mut st = Statx::default();
         let flags = if known { DONT_SYNC } else { 0 };
+        Ok(self.ask(STATX_VERSION, flags, perms)?.version)
+    }
+
+    fn ask(&self, want: c_uint, flags: c_uint, perms: &Perms) -> Result<Statx, Errno> {
+        let mut st = Statx::default();
         // SAFETY: a place for the attributes.
         check(unsafe {
-            (self.lib().ll_getattr)(
-                self.mount(),
-                self.raw(),
-                &mut st,
-                STATX_VERSION,
-                flags,
-                perms.raw(),
-            )
+            (self.lib().ll_getattr)(self.mount(), self.raw(), &mut st, want, flags, perms.raw())
         })?;
-        Ok(st.version)
+        Ok(st)
+    }
+
+    /// The session of this client was ended by somebody else. Asks the metadata server once the
+    /// capability for the inode's attributes is lost, so that the answer is a proof; otherwise it
+    /// costs nothing.
+    pub fn has_lost_its_session(&self, perms: &Perms) -> bool {
+        let refused = matches!(self.stat(perms), Err(Errno::ESHUTDOWN | Errno::ENOTCONN));
+        refused && !self.client.ending.load(Ordering::SeqCst)
     }
 
     /// Changes the attributes named by `mask` (`ffi::setattr`).

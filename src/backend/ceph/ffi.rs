@@ -110,13 +110,13 @@ impl Default for Statx {
 
 /// `CEPH_STATX_BASIC_STATS`.
 pub const STATX_BASIC: c_uint = 0x7ff;
+/// `AT_STATX_DONT_SYNC`, of the library: what is known here.
+pub const DONT_SYNC: c_uint = 0x4000;
 /// `CEPH_STATX_BTIME`.
 pub const STATX_BTIME: c_uint = 0x800;
 
 /// `CEPH_STATX_VERSION`.
 pub const STATX_VERSION: c_uint = 0x1000;
-/// `AT_STATX_DONT_SYNC`: what the client knows, without asking.
-pub const DONT_SYNC: c_uint = 0x4000;
 
 /// `CEPH_SETATTR_*`.
 pub mod setattr {

@@ -15,9 +15,52 @@ fn writes(handle: &Handle) -> bool {
     !handle.directory && handle.open_flags as i32 & libc::O_ACCMODE != libc::O_RDONLY
 }
 
+/// The end of some locks of a node, which was asked for.
+enum LockEnd {
+    /// By SETLK.
+    Range(Lock),
+    /// Of all of an owner, by FLUSH.
+    Owner(u64, u64),
+    /// Of all that were taken through a handle, by RELEASE.
+    Handle(u64),
+}
+
+fn ends_locks(opcode: Opcode) -> bool {
+    matches!(
+        opcode,
+        Opcode::Setlk | Opcode::Setlkw | Opcode::Flush | Opcode::Release
+    )
+}
+
+impl LockEnd {
+    fn of(request: &Request<'_>) -> Option<LockEnd> {
+        match request.op {
+            Op::Setlk(lk) if lk.lk.typ == libc::F_UNLCK as u32 => {
+                settle::lock_of(request).map(LockEnd::Range)
+            }
+            Op::Flush(flush) => Some(LockEnd::Owner(request.header.nodeid, flush.lock_owner)),
+            Op::Release(release) => Some(LockEnd::Handle(release.fh)),
+            _ => None,
+        }
+    }
+
+    fn covers(&self, lock: &Lock) -> bool {
+        match self {
+            LockEnd::Range(end) => {
+                (end.nodeid, end.owner) == (lock.nodeid, lock.owner)
+                    && end.start <= lock.start
+                    && lock.end <= end.end
+            }
+            LockEnd::Owner(nodeid, owner) => (*nodeid, *owner) == (lock.nodeid, lock.owner),
+            LockEnd::Handle(fh) => *fh == lock.fh,
+        }
+    }
+}
+
 impl Core {
     /// Everything the last generation held.
-    pub fn restore(&self) -> Restore {
+    pub fn restore(&self, io: &Io) -> Restore {
+        let ends = self.lock_ends(io);
         let identity = |nodeid| self.tables.node(nodeid).map(|node| node.identity);
         let handles = self
             .tables
@@ -32,7 +75,8 @@ impl Core {
                 })
             });
         let locks = self.tables.all_locks().into_iter().filter_map(|lock| {
-            (!lock.flock).then_some(HeldLock {
+            let ends = ends.iter().any(|end| end.covers(&lock));
+            (!lock.flock && !ends).then_some(HeldLock {
                 nodeid: lock.nodeid,
                 identity: identity(lock.nodeid)?,
                 owner: lock.owner,
@@ -77,6 +121,27 @@ impl Core {
             }
         }
         found
+    }
+
+    /// Locks that callers are just giving back. The store may have done it, and somebody else may
+    /// have them by now: that is no loss.
+    fn lock_ends(&self, io: &Io) -> Vec<LockEnd> {
+        let mut ends = Vec::new();
+        let mut note = |bytes: &[u8]| {
+            ends.extend(Request::decode(bytes).ok().and_then(|r| LockEnd::of(&r)));
+        };
+        for index in (0..SLOTS).filter_map(SlotIndex::new) {
+            let held = self.slots[index.get() as usize].as_ref().map(|s| &s.held);
+            if held.is_some_and(|held| ends_locks(held.opcode)) {
+                note(&io.region.slot(index).copy_request());
+            }
+        }
+        for outside in &self.outside {
+            if ends_locks(outside.held.opcode) {
+                note(&outside.bytes);
+            }
+        }
+        ends
     }
 
     /// Nodes that are, or were a moment ago, open for writing: when the session that wrote them dies,
