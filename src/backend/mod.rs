@@ -23,6 +23,7 @@ use std::cell::Cell;
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::Ordering;
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -163,6 +164,9 @@ impl<'a> Call<'a> {
 pub enum Answer {
     /// Nothing but the header.
     Empty,
+    /// As `Empty`, after the kernel has dropped the pages of the node: a lock, whose owner will look at
+    /// what others wrote under theirs.
+    EmptyWithoutPages,
     /// A struct or bytes.
     Data(Vec<u8>),
     /// This many bytes were put into [`Call::read_buffer`].
@@ -207,10 +211,13 @@ pub(crate) fn put_answer(slot: &Slot<'_>, request: &Request<'_>, answer: Result<
         open_flags,
         backing_id: 0,
     };
+    let drops = matches!(answer, Ok(Answer::EmptyWithoutPages));
+    slot.reply_drops_pages()
+        .store(drops.into(), Ordering::Relaxed);
     let (bytes, ids) = match answer {
         Err(errno) => return slot.set_reply(unique, -errno.raw(), 0),
         Ok(Answer::Filled(len)) => return slot.set_reply(unique, 0, len),
-        Ok(Answer::Empty) => (Vec::new(), Vec::new()),
+        Ok(Answer::Empty | Answer::EmptyWithoutPages) => (Vec::new(), Vec::new()),
         Ok(Answer::Data(bytes)) => (bytes, Vec::new()),
         Ok(Answer::Absent(entry)) => (entry.as_bytes().to_vec(), Vec::new()),
         Ok(Answer::Entry(entry, id)) => (entry.as_bytes().to_vec(), vec![id]),

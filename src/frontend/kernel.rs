@@ -11,8 +11,8 @@ use std::time::Duration;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::{Condvar, Mutex};
 
-use super::core::{Core, Io, deliver};
-use super::notify::Notifier;
+use super::core::{Core, Delivery, Io, deliver};
+use super::notify::{Notifier, Stale};
 use crate::region::Phase;
 use crate::sys;
 
@@ -108,7 +108,11 @@ impl Shared {
 
     /// Tells the kernel what is old, for the life of the process.
     pub fn notify(&self) {
-        self.notifier.run(&self.io);
+        loop {
+            if let Some(delivery) = self.notifier.tell_next(&self.io) {
+                self.deliver(delivery);
+            }
+        }
     }
 
     /// Delivers replies for the life of the process.
@@ -120,17 +124,28 @@ impl Shared {
                 replies.wait(None);
                 continue;
             };
-            let taken = deliver(&self.io, &delivery);
-            let unpins = {
-                let mut core = self.core.lock();
-                core.delivered(&self.io, delivery, taken);
-                !core.unpin.is_empty()
-            };
-            if unpins {
-                self.ring();
+            // Not here: a notification may wait for a reply that this thread has to write.
+            match delivery.drops_pages() {
+                Some(nodeid) => {
+                    let stale = Stale::everything(nodeid);
+                    self.notifier.push_before(stale, delivery);
+                }
+                None => self.deliver(delivery),
             }
-            self.made_room();
-            self.progress.notify_all();
         }
+    }
+
+    fn deliver(&self, delivery: Delivery) {
+        let taken = deliver(&self.io, &delivery);
+        let unpins = {
+            let mut core = self.core.lock();
+            core.delivered(&self.io, delivery, taken);
+            !core.unpin.is_empty()
+        };
+        if unpins {
+            self.ring();
+        }
+        self.made_room();
+        self.progress.notify_all();
     }
 }

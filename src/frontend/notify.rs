@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use parking_lot::{Condvar, Mutex};
 use zerocopy::IntoBytes;
 
-use super::core::Io;
+use super::core::{Delivery, Io};
 use crate::wire::abi::{NotifyInvalInode, OutHeader, notify};
 
 /// One that waits must not keep all others waiting.
@@ -39,10 +39,13 @@ impl Stale {
     }
 }
 
+/// What the kernel is to be told, and a reply that waits for it.
+type Notice = (Stale, Option<Delivery>);
+
 /// What the kernel is to be told.
 #[derive(Default)]
 pub struct Notifier {
-    queue: Mutex<VecDeque<Stale>>,
+    queue: Mutex<VecDeque<Notice>>,
     bell: Condvar,
 }
 
@@ -52,29 +55,33 @@ impl Notifier {
         let mut queue = self.queue.lock();
         for one in stale {
             // The last few: bursts are of one file.
-            if !queue.iter().rev().take(16).any(|there| *there == one) {
-                queue.push_back(one);
+            let mut last = queue.iter().rev().take(16);
+            if !last.any(|(there, _)| *there == one) {
+                queue.push_back((one, None));
             }
         }
         drop(queue);
         self.bell.notify_all();
     }
 
-    /// Tells the kernel, for the life of the process.
-    pub fn run(&self, io: &Io) {
-        loop {
-            let stale = {
-                let mut queue = self.queue.lock();
-                loop {
-                    match queue.pop_front() {
-                        Some(stale) => break stale,
-                        None => self.bell.wait(&mut queue),
-                    }
+    /// Has a reply delivered when the kernel has been told.
+    pub fn push_before(&self, stale: Stale, delivery: Delivery) {
+        self.queue.lock().push_back((stale, Some(delivery)));
+        self.bell.notify_one();
+    }
+
+    /// Tells the kernel of the next notice. Returns a reply that waited for it.
+    pub fn tell_next(&self, io: &Io) -> Option<Delivery> {
+        let (stale, delivery) = {
+            let mut queue = self.queue.lock();
+            loop {
+                match queue.pop_front() {
+                    Some(notice) => break notice,
+                    None => self.bell.wait(&mut queue),
                 }
-            };
-            let Some(fuse) = io.fuse.get() else {
-                continue;
-            };
+            }
+        };
+        if let Some(fuse) = io.fuse.get() {
             let body = NotifyInvalInode {
                 ino: stale.nodeid,
                 off: stale.off,
@@ -88,5 +95,6 @@ impl Notifier {
             // ENOENT: the kernel does not know it any more.
             let _ = nix::unistd::write(fuse, &[header.as_bytes(), body.as_bytes()].concat());
         }
+        delivery
     }
 }

@@ -184,6 +184,7 @@ const REQUEST_LEN: usize = 16;
 const REPLY_LEN: usize = 20;
 const REPLY_SPACE: usize = 28;
 const REPLAYED: usize = 36;
+const REPLY_DROPS: usize = 40;
 const REQUEST_CHUNKS: usize = 64;
 const REPLY_CHUNKS: usize = REQUEST_CHUNKS + 2 * (MAX_CHUNKS + 1);
 const _: () = assert!(REPLY_CHUNKS + 2 * (MAX_CHUNKS + 1) <= ANNEX_AT);
@@ -246,6 +247,12 @@ impl<'r> Slot<'r> {
     /// How a repeated request was answered (a number of `backend::Replayed`).
     pub fn replayed(&self) -> &'r AtomicU32 {
         self.word(REPLAYED)
+    }
+
+    /// Not 0: before the caller gets the reply, the kernel has to drop the pages of the node, because
+    /// the caller will look at them with the right to see what others wrote.
+    pub fn reply_drops_pages(&self) -> &'r AtomicU32 {
+        self.word(REPLY_DROPS)
     }
 
     /// Bytes of the request, at most what a slot can hold.

@@ -235,7 +235,7 @@ impl Ceph {
         let into = call.read_buffer(arg.size as usize);
         self.with_file(call, |open| {
             let len = open.file.read(&into, arg.offset)?;
-            self.was_read(open.vino, arg.offset, len);
+            self.is_in_pages(open.vino, arg.offset, len);
             Ok(Answer::Filled(len))
         })
     }
@@ -256,11 +256,15 @@ impl Ceph {
             if attempt.is_again() {
                 call.note(Replayed::Reissued);
             }
-            if appends {
-                self.append(call, &open.file, &data, attempt)
-            } else {
-                write_all(&open.file, &data, arg.offset)
-            }
+            let len = self.changing(open.vino, || {
+                if appends {
+                    self.append(call, arg.offset, &open.file, &data, attempt)
+                } else {
+                    write_all(&open.file, &data, arg.offset)
+                }
+            })?;
+            self.is_in_pages(open.vino, arg.offset, len);
+            Ok(len)
         })?;
         if arg.write_flags & WRITE_KILL_SUIDGID != 0 {
             self.clear_setid(&self.inode(&call.annex.node)?)?;
@@ -278,6 +282,7 @@ impl Ceph {
     fn append(
         &self,
         call: &Call<'_>,
+        kernels_offset: u64,
         file: &File,
         data: &[Span<'_>],
         attempt: Attempt<'_>,
@@ -286,6 +291,11 @@ impl Ceph {
         let journal = attempt.journal();
         if !attempt.is_again() || journal.flags & OFFSET_TAKEN == 0 {
             let offset = self.size_before(call)?;
+            if offset != kernels_offset {
+                // Others have appended, and the kernel has the data where it does not belong.
+                let from = offset.min(kernels_offset) as i64;
+                self.frontend.stale(&call.annex.node.identity, from, 0);
+            }
             call.slot.set_journal(&Journal {
                 offset,
                 flags: journal.flags | OFFSET_TAKEN,

@@ -12,6 +12,7 @@ use zerocopy::IntoBytes;
 
 use super::Ceph;
 use super::client::{File, Inode};
+use super::node::vino;
 use crate::backend::convert::{LOCK_END, from_flock, to_flock};
 use crate::backend::{Answer, Call, Stripes};
 use crate::control::message::{HeldLock, LostLock};
@@ -95,7 +96,14 @@ impl Ceph {
         file.lock(lock, arg.owner)?;
         self.locks
             .locked(nodeid, file, arg.owner, call.annex.handle.fh);
-        Ok(Answer::Empty)
+        // Notices of what others changed come a moment later than the lock they gave up.
+        let vino = vino(&call.annex.node.identity).ok_or(Errno::ESTALE)?;
+        let inode = self.inode(&call.annex.node)?;
+        Ok(if self.keeps_pages(vino, &inode) {
+            Answer::Empty
+        } else {
+            Answer::EmptyWithoutPages
+        })
     }
 
     pub(super) fn getlk(&self, call: &Call<'_>, arg: LkIn) -> Result<Answer, Errno> {
@@ -173,7 +181,7 @@ impl Ceph {
         let file = match self.locks.file(lock.nodeid) {
             Some(file) => file,
             None => {
-                let vino = super::node::vino(&lock.identity).ok_or(Errno::ESTALE)?;
+                let vino = vino(&lock.identity).ok_or(Errno::ESTALE)?;
                 Arc::new(self.file_for_locks(&self.client.find(vino)?)?)
             }
         };

@@ -5,8 +5,9 @@
 //! the one of its last close here: pages of the same version stay, all others go. A new generation has
 //! seen no versions, so the first open of each file drops what may have changed unseen.
 //!
-//! While other clients write to an open file nobody has the right to cache, and nobody is told of
-//! changes. What is read meanwhile is taken back from the kernel at once ([`Shared`]).
+//! While several clients have a file open and one of them writes, nobody has the right to cache, nobody
+//! is told of changes, and two clients may count to the same version. What is read or written meanwhile
+//! is taken back from the kernel at once, and no open keeps pages ([`Shared`]).
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,6 +16,7 @@ use parking_lot::Mutex;
 use super::Ceph;
 use super::client::{Inode, Xattr};
 use super::ffi::Vino;
+use crate::wire::Errno;
 
 /// Files whose version is remembered.
 const FILES_MAX: usize = 65536;
@@ -33,9 +35,18 @@ impl Warm {
         }
         versions.insert(vino, version) == Some(version)
     }
+
+    /// A file that had the one version has the other one by a change of this client.
+    fn grown(&self, vino: Vino, before: u64, after: u64) {
+        if let Some(version) = self.0.lock().get_mut(&vino)
+            && *version == before
+        {
+            *version = after;
+        }
+    }
 }
 
-/// Files that others may be writing to.
+/// Files without the right to cache, when it was last looked.
 #[derive(Default)]
 pub(super) struct Shared(Mutex<HashSet<Vino>>);
 
@@ -49,8 +60,33 @@ impl Shared {
 impl Ceph {
     /// A file was opened. True if the kernel may keep its pages.
     pub(super) fn keeps_pages(&self, vino: Vino, inode: &Inode) -> bool {
-        let version = inode.version(false, &self.superuser);
-        version.is_ok_and(|version| self.warm.opened(vino, version))
+        let Ok(version) = inode.version(false, &self.superuser) else {
+            return false;
+        };
+        let same = self.warm.opened(vino, version);
+        let alone = self.may_cache(inode);
+        if !alone {
+            self.shared.add(vino);
+        }
+        same && alone && !self.shared.0.lock().contains(&vino)
+    }
+
+    /// A change of our own: the version may grow by it.
+    pub(super) fn changing<T>(
+        &self,
+        vino: Vino,
+        change: impl FnOnce() -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        let version = || {
+            let inode = self.client.cached(vino)?;
+            inode.version(true, &self.superuser).ok()
+        };
+        let before = version();
+        let done = change();
+        if let (Some(before), Some(after)) = (before, version()) {
+            self.warm.grown(vino, before, after);
+        }
+        done
     }
 
     /// A file is closed: what is in the kernel is of this version.
@@ -60,27 +96,29 @@ impl Ceph {
         }
     }
 
-    /// Bytes were read. Without the right to cache they are taken back from the kernel.
-    pub(super) fn was_read(&self, vino: Vino, offset: u64, len: usize) {
+    /// The kernel has bytes that were read or written in its pages. Without the right to cache they
+    /// are taken back: nobody will tell when they are old.
+    pub(super) fn is_in_pages(&self, vino: Vino, offset: u64, len: usize) {
         if !self.shared.0.lock().contains(&vino) {
             return;
         }
-        let may_cache = match self.client.cached(vino) {
-            Some(inode) => may_cache(&inode.xattr(c"ceph.caps", 256, &self.superuser)),
-            None => false,
-        };
-        if may_cache {
+        let inode = self.client.cached(vino);
+        if inode.is_some_and(|inode| self.may_cache(&inode)) {
             self.shared.0.lock().remove(&vino);
         } else {
             let identity = super::node::identity(vino);
             self.frontend.stale(&identity, offset as i64, len as i64);
         }
     }
+
+    fn may_cache(&self, inode: &Inode) -> bool {
+        may_cache(&inode.xattr(c"ceph.caps", 256, &self.superuser))
+    }
 }
 
 /// The capabilities of a file, as the library writes them (`pAsLsXsFscr/0x1255`), have "cache" among
 /// those of the file's data.
-fn may_cache(caps: &Result<Xattr, crate::wire::Errno>) -> bool {
+fn may_cache(caps: &Result<Xattr, Errno>) -> bool {
     let Ok(Xattr::Bytes(text)) = caps else {
         return false;
     };
@@ -101,7 +139,7 @@ mod tests {
         assert!(!may_cache(&caps("pAsLsXsFrw/0x1")));
         assert!(!may_cache(&caps("pAsc/0x1")));
         assert!(!may_cache(&caps("-/0x0")));
-        assert!(!may_cache(&Err(crate::wire::Errno::ENODATA)));
+        assert!(!may_cache(&Err(Errno::ENODATA)));
     }
 
     #[test]
@@ -112,5 +150,9 @@ mod tests {
         assert!(warm.opened(vino, 3));
         assert!(!warm.opened(vino, 4), "changed");
         assert!(warm.opened(vino, 4));
+        warm.grown(vino, 4, 5);
+        assert!(warm.opened(vino, 5), "our own change");
+        warm.grown(vino, 4, 6);
+        assert!(!warm.opened(vino, 6), "not from there");
     }
 }

@@ -1,6 +1,7 @@
 //! From the backend to the kernel: a reply goes through the tables and out.
 
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -38,7 +39,7 @@ impl Core {
         let unique = in_slot.held.unique;
         self.settled += 1;
         self.end_pause();
-        match slot.replayed().load(std::sync::atomic::Ordering::Relaxed) {
+        match slot.replayed().load(Ordering::Relaxed) {
             n if n == Replayed::Verified as u32 => self.counters.verified_done += 1,
             n if n == Replayed::Ambiguous as u32 => self.counters.ambiguous += 1,
             _ => {}
@@ -51,6 +52,7 @@ impl Core {
                 reply: Reply::Bytes(error_reply(unique, Some(Errno::EIO))),
                 given: Given::default(),
                 request: Vec::new(),
+                drops_pages: None,
             });
         };
         if let Op::Release(release) = request.op {
@@ -86,10 +88,12 @@ impl Core {
             }
             reply = Reply::None;
         }
+        let drops = slot.reply_drops_pages().load(Ordering::Relaxed) != 0;
         Some(Delivery {
             index,
             reply,
             given,
+            drops_pages: drops.then_some(request.header.nodeid),
             request: bytes,
         })
     }

@@ -153,6 +153,15 @@ pub struct Delivery {
     reply: Reply,
     given: Given,
     request: Vec<u8>,
+    /// The node whose pages the kernel has to drop first.
+    drops_pages: Option<u64>,
+}
+
+impl Delivery {
+    /// The node whose pages the kernel has to drop before it gets the reply.
+    pub fn drops_pages(&self) -> Option<u64> {
+        self.drops_pages
+    }
 }
 
 /// Totals for `status`.
