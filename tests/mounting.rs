@@ -190,11 +190,7 @@ fn what_cannot_be_mounted_is_refused_with_one_clear_line_and_leaves_nothing() {
             2,
             &["pipe", "relay"],
         ),
-        (
-            &["mount", "ceph:fs/path", "@/mnt"],
-            2,
-            &["ceph", "dir:/path"],
-        ),
+        (&["mount", "ceph:fs", "@/mnt"], 2, &["ceph:[FSNAME]/path"]),
         (
             &["mount", "exec:ceph-fuse", "@/mnt"],
             2,
