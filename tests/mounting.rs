@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use common::{EVERMOUNT, Mount, PATIENCE, open_to_all, prompt, until, within};
+use common::{EVERMOUNT, Mount, PATIENCE, let_users_mount, open_to_all, prompt, until, within};
 use nix::mount::{MntFlags, MsFlags};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -190,11 +190,7 @@ fn what_cannot_be_mounted_is_refused_with_one_clear_line_and_leaves_nothing() {
             2,
             &["pipe", "relay"],
         ),
-        (
-            &["mount", "ceph:fs/path", "@/mnt"],
-            2,
-            &["ceph", "dir:/path"],
-        ),
+        (&["mount", "ceph:fs", "@/mnt"], 2, &["ceph:[FSNAME]/path"]),
         (
             &["mount", "exec:ceph-fuse", "@/mnt"],
             2,
@@ -613,33 +609,6 @@ fn the_demonstration_succeeds() {
     assert!(output.status.success(), "{output:?}");
 }
 
-/// A machine whose `/dev/fuse` is for everybody, as udev makes it. Where it is not, this thread and
-/// what it starts get a private one.
-fn let_users_mount(place: &Place) {
-    let mode = fs::metadata("/dev/fuse").unwrap().mode();
-    if mode & 0o006 == 0o006 {
-        return;
-    }
-    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
-    let private = MsFlags::MS_PRIVATE | MsFlags::MS_REC;
-    let none = None::<&str>;
-    nix::mount::mount(none, "/", none, private, none).unwrap();
-    let dev = place.path("dev");
-    fs::create_dir(&dev).unwrap();
-    nix::mount::mount(Some("tmpfs"), &dev, Some("tmpfs"), MsFlags::empty(), none).unwrap();
-    let node = dev.join("fuse");
-    let device = nix::sys::stat::makedev(10, 229);
-    nix::sys::stat::mknod(
-        &node,
-        nix::sys::stat::SFlag::S_IFCHR,
-        nix::sys::stat::Mode::empty(),
-        device,
-    )
-    .unwrap();
-    open_to_all(&node);
-    nix::mount::mount(Some(&node), "/dev/fuse", none, MsFlags::MS_BIND, none).unwrap();
-}
-
 /// An ordinary user, with what a login gives.
 fn as_user(place: &Place, program: impl AsRef<std::ffi::OsStr>) -> Command {
     let home = place.path("home");
@@ -662,7 +631,7 @@ fn as_user(place: &Place, program: impl AsRef<std::ffi::OsStr>) -> Command {
 #[test]
 fn a_user_mounts_and_loses_nothing_when_backends_are_killed() {
     let place = Place::new();
-    let_users_mount(&place);
+    let_users_mount(place.dir.path());
     let runtime = place.path("home").join("run");
     let user = |args: &[&str]| {
         let mut command = as_user(&place, EVERMOUNT);
@@ -731,7 +700,7 @@ fn a_user_mounts_and_loses_nothing_when_backends_are_killed() {
 #[test]
 fn the_demonstration_succeeds_for_a_user() {
     let place = Place::new();
-    let_users_mount(&place);
+    let_users_mount(place.dir.path());
     let mut command = as_user(&place, EVERMOUNT);
     command.args(["demo", "--kills", "2"]);
     let output = within(Duration::from_secs(300), "the demonstration", move || {
@@ -743,7 +712,7 @@ fn the_demonstration_succeeds_for_a_user() {
 #[test]
 fn a_user_is_told_what_is_missing() {
     let place = Place::new();
-    let_users_mount(&place);
+    let_users_mount(place.dir.path());
     let mut command = as_user(&place, EVERMOUNT);
     command
         .args(place.filled(&["mount", "dir:@/src", "@/mnt"]))

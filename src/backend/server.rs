@@ -13,7 +13,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use zeroize::Zeroizing;
 
 use super::convert::Timeouts;
 use super::dir::{Dir, DirOptions};
@@ -195,27 +194,37 @@ impl Given {
             secrets: Secrets::default(),
         };
         for (attachment, fd) in attachments.into_iter().zip(fds) {
-            let text = Zeroizing::new(blob::read(fd).map_err(ServeError::Attachment)?);
-            let parsed = match attachment {
+            if attachment == Attachment::Secrets {
+                sys::keep_memory_private().map_err(ServeError::Attachment)?;
+            }
+            let text = blob::read(fd).map_err(ServeError::Attachment)?;
+            match attachment {
                 Attachment::Restore => {
-                    serde_json::from_slice(&text).map(|restore| given.restore = restore)
+                    let restore = serde_json::from_slice(&text);
+                    given.restore = restore.map_err(|e| ServeError::Attachment(e.into()))?;
                 }
                 Attachment::Secrets => {
-                    sys::keep_memory_private().map_err(ServeError::Attachment)?;
-                    serde_json::from_slice(&text).map(|secrets| given.secrets = secrets)
+                    let secrets = Secrets::from_bytes(&text);
+                    given.secrets =
+                        secrets.map_err(|e| ServeError::Attachment(std::io::Error::other(e)))?;
                 }
-            };
-            parsed.map_err(|e| ServeError::Attachment(e.into()))?;
+            }
         }
         Ok(given)
     }
 }
 
+/// A store that is open.
+struct Opened {
+    backend: Box<dyn Backend>,
+    /// Locks that somebody else has now.
+    lost_locks: Vec<LostLock>,
+    /// Sessions of dead mounts that it ended.
+    ended: Vec<String>,
+}
+
 /// Opens the store.
-fn open(
-    given: Given,
-    link: &Arc<FrontendLink>,
-) -> Result<(Box<dyn Backend>, Vec<LostLock>), ServeError> {
+fn open(given: Given, link: &Arc<FrontendLink>) -> Result<Opened, ServeError> {
     match given.source {
         Source::Dir(path) => {
             let mut options = DirOptions::default();
@@ -224,10 +233,14 @@ fn open(
                 entry: given.options.entry_timeout.unwrap_or(entry),
                 attr: given.options.attr_timeout.unwrap_or(attr),
             };
-            Ok((Box::new(Dir::open(&path, options, &**link)?), Vec::new()))
+            Ok(Opened {
+                backend: Box::new(Dir::open(&path, options, &**link)?),
+                lost_locks: Vec::new(),
+                ended: Vec::new(),
+            })
         }
         Source::Ceph(source) => {
-            let (ceph, lost) = ceph::session::open(&ceph::session::Start {
+            let opened = ceph::session::open(&ceph::session::Start {
                 source: &source,
                 options: &given.options.ceph,
                 timeouts: Timeouts {
@@ -239,7 +252,11 @@ fn open(
                 restore: given.restore,
                 frontend: link.clone(),
             })?;
-            Ok((Box::new(ceph), lost))
+            Ok(Opened {
+                backend: Box::new(opened.ceph),
+                lost_locks: opened.lost_locks,
+                ended: opened.ended,
+            })
         }
     }
 }
@@ -257,7 +274,11 @@ fn start(
     if let Some(bytes) = given.options.memory_limit {
         sys::limit_memory(bytes).map_err(ServeError::Memory)?;
     }
-    let (backend, lost_locks) = open(given, &link)?;
+    let Opened {
+        backend,
+        lost_locks,
+        ended,
+    } = open(given, &link)?;
     let root = backend.root();
     let needs_paths = backend.needs_paths();
     let server = Arc::new(Server {
@@ -277,6 +298,7 @@ fn start(
         root,
         needs_paths,
         lost_locks,
+        ended,
     };
     conn.send(&ready, &[])?;
     Ok(())

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::bail;
 use nix::sys::resource::{Resource, getrlimit};
 
+use crate::backend::ceph;
 use crate::control::runtime;
 use crate::frontend::mount;
 use crate::sys::FileHandle;
@@ -274,24 +275,11 @@ fn runtime_directory() -> Finding {
 }
 
 fn ceph_library() -> Finding {
-    let mut dirs: Vec<PathBuf> = std::env::var_os("LD_LIBRARY_PATH")
-        .map(|list| std::env::split_paths(&list).collect())
-        .unwrap_or_default();
-    for base in ["/usr/local/lib", "/usr/lib64", "/usr/lib", "/lib64", "/lib"] {
-        dirs.push(base.into());
-        // Debian's multiarch directories: x86_64-linux-gnu and the like.
-        let entries = std::fs::read_dir(base).into_iter().flatten().flatten();
-        dirs.extend(entries.map(|e| e.path()).filter(|p| p.is_dir()));
-    }
-    let library = dirs
-        .into_iter()
-        .map(|dir| dir.join("libcephfs.so.2"))
-        .find(|file| file.exists());
-    match library {
-        Some(path) => ok(format!("Ceph library {}", path.display())),
-        None => not_ok(
+    match ceph::version() {
+        Ok(version) => ok(format!("Ceph library: libcephfs {version}")),
+        Err(e) => not_ok(
             Level::Info,
-            "Ceph library libcephfs.so.2 not found",
+            format!("Ceph library: {}", e.cause()),
             "needed for ceph: sources only; install the package libcephfs2",
         ),
     }

@@ -16,8 +16,9 @@ use nix::unistd::Pid;
 use zeroize::Zeroizing;
 
 use super::frontend::Report;
+use crate::backend::ceph;
 use crate::control::blob;
-use crate::control::message::{BackendOptions, CephOptions, Secret, Secrets};
+use crate::control::message::{BackendOptions, CephOptions, Secret, SecretFiles, Secrets};
 use crate::control::mountinfo::{self, MountEntry};
 use crate::control::{Channel, Source};
 use crate::frontend::mount::{
@@ -102,24 +103,65 @@ impl CephArgs {
             && self.ceph_option.is_empty()
     }
 
-    /// Reads what is secret, now: the files may be gone when the next backend starts.
-    fn secrets(&self) -> anyhow::Result<Secrets> {
-        let read = |path: &Path, what: &str| {
-            let text = std::fs::read_to_string(path).map(Zeroizing::new);
-            text.with_context(|| format!("cannot read the {what} {}", path.display()))
-        };
-        let conf = self.conf.as_deref().map(|path| read(path, "configuration"));
-        let keyring = self.keyring.as_deref().map(|path| read(path, "keyring"));
-        let key = self.keyfile.as_deref().map(|path| read(path, "key file"));
-        Ok(Secrets {
-            conf: conf.transpose()?,
-            key: match (keyring, key) {
-                (Some(text), _) => Some(Secret::Keyring(text?)),
-                (None, Some(text)) => Some(Secret::Key(text?)),
-                (None, None) => None,
-            },
-        })
+    fn options(&self) -> CephOptions {
+        CephOptions {
+            id: self.id.clone(),
+            mon: self.mon.clone(),
+            conf: self.ceph_option.clone(),
+        }
     }
+
+    fn files(&self) -> SecretFiles {
+        let absolute = |path: &Option<PathBuf>| {
+            let path = path.as_deref()?;
+            Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned()))
+        };
+        SecretFiles {
+            conf: absolute(&self.conf),
+            keyring: absolute(&self.keyring),
+            keyfile: absolute(&self.keyfile),
+        }
+    }
+}
+
+/// Reads what is secret, now: the files may be gone when the next backend starts.
+pub(super) fn secrets(files: &SecretFiles, options: &CephOptions) -> anyhow::Result<Secrets> {
+    crate::sys::keep_memory_private()?;
+    let read = |path: &Path, what: &str| -> anyhow::Result<Zeroizing<String>> {
+        let text = File::open(path).and_then(blob::read_secret);
+        let text = text.with_context(|| format!("cannot read the {what} {}", path.display()))?;
+        match std::str::from_utf8(&text) {
+            Ok(text) => Ok(Zeroizing::new(text.to_owned())),
+            Err(_) => bail!("the {what} {} is not text", path.display()),
+        }
+    };
+    let conf = match &files.conf {
+        Some(path) => Some(read(path, "configuration")?),
+        None => None,
+    };
+    let key = match (&files.keyring, &files.keyfile) {
+        (Some(path), _) => Some(Secret::Keyring(read(path, "keyring")?)),
+        (None, Some(path)) => {
+            let text = read(path, "key file")?;
+            if !is_bare_key(&text) {
+                bail!(
+                    "the key file {} does not hold a key and nothing else, as `ceph auth print-key \
+                     client.ID` prints it; --keyring takes a keyring",
+                    path.display()
+                );
+            }
+            Some(Secret::Key(text))
+        }
+        (None, None) => ceph::session::find_key(options, conf.as_ref()),
+    };
+    Ok(Secrets { conf, key })
+}
+
+/// Base64 of a key's type, time, length and at least a few bytes.
+fn is_bare_key(text: &str) -> bool {
+    let text = text.trim();
+    let digit = |b: u8| b.is_ascii_alphanumeric() || b"+/=".contains(&b);
+    text.len() >= 20 && text.bytes().all(digit)
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -150,7 +192,12 @@ fn size(text: &str) -> Result<u64, String> {
 
 fn ceph_option(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("write NAME=VALUE")?;
-    Ok((name.trim().to_owned(), value.trim().to_owned()))
+    // The library takes a space, a dash and an underscore in a name for the same.
+    let name = name.trim().replace([' ', '-'], "_");
+    if name == "key" {
+        return Err("a key on a command line can be read by everybody; use --keyfile FILE".into());
+    }
+    Ok((name, value.trim().to_owned()))
 }
 
 /// Checks a list; it is kept as it is, because a later one may take back what an earlier one says.
@@ -175,8 +222,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if !is_ceph && !args.ceph.is_empty() {
         bail!("--id, --conf, --keyring, --keyfile, --mon and --ceph-option are for ceph: sources");
     }
+    let (options, secret_files) = (args.ceph.options(), args.ceph.files());
     let secrets = if is_ceph {
-        Some(seal(&args.ceph.secrets()?)?)
+        Some(seal(&secrets(&secret_files, &options)?)?)
     } else {
         None
     };
@@ -198,13 +246,10 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             entry_timeout: args.entry_timeout,
             attr_timeout: args.attr_timeout,
             memory_limit: args.memory_limit,
-            ceph: CephOptions {
-                id: args.ceph.id,
-                mon: args.ceph.mon,
-                conf: args.ceph.ceph_option,
-            },
+            ceph: options,
         },
         secrets: secrets.is_some(),
+        secret_files,
     };
     for warning in sysctl_warnings() {
         eprintln!("evermount: warning: {warning}");
@@ -250,9 +295,8 @@ fn refuse_hidden_source(source: &Source, mountpoint: &Path) -> anyhow::Result<()
 
 /// Puts conf and key where only those can read them who are given the descriptor.
 fn seal(secrets: &Secrets) -> anyhow::Result<OwnedFd> {
-    crate::sys::keep_memory_private()?;
-    let text = Zeroizing::new(serde_json::to_vec(secrets)?);
-    blob::seal("evermount-secrets", &text).context("cannot make a memory file for the key")
+    blob::seal("evermount-secrets", &secrets.to_bytes())
+        .context("cannot make a memory file for the key")
 }
 
 fn serve_here(config: FrontendConfig, secrets: Option<OwnedFd>) -> anyhow::Result<()> {

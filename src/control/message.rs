@@ -50,6 +50,9 @@ pub enum BackendMessage {
         /// Locks of the last generation that somebody else has now.
         #[serde(default)]
         lost_locks: Vec<LostLock>,
+        /// Those of [`SessionNames::abandoned`] that were there and are ended.
+        #[serde(default)]
+        ended: Vec<String>,
     },
     /// Data of objects may be old in the kernel. Not answered.
     Stale {
@@ -149,6 +152,18 @@ pub struct CephOptions {
     pub conf: Vec<(String, String)>,
 }
 
+/// Where configuration and key were read from, if it was said. They may be gone by now.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SecretFiles {
+    /// The configuration.
+    pub conf: Option<PathBuf>,
+    /// A keyring.
+    pub keyring: Option<PathBuf>,
+    /// The bare key.
+    pub keyfile: Option<PathBuf>,
+}
+
 /// What a descriptor beside an [`Attach`](FrontendMessage::Attach) is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -167,6 +182,8 @@ pub struct SessionNames {
     pub own: String,
     /// Those of earlier backends that may still be there, to be ended.
     pub old: Vec<String>,
+    /// Those of mounts all of whose processes died, to be ended if they are of this store.
+    pub abandoned: Vec<String>,
 }
 
 /// What the last generation held and a store without a memory has to be told: the contents of an
@@ -252,8 +269,10 @@ pub struct StaleRange {
 }
 
 /// Configuration and key of a store: the contents of an attachment, and in no other place.
-#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
+///
+/// Not as JSON: a parser would copy the text, with its line ends replaced, through buffers of its own
+/// that nobody overwrites.
+#[derive(Clone, Default, PartialEq, Eq)]
 pub struct Secrets {
     /// Text of the configuration file; none: the library looks for one.
     pub conf: Option<Zeroizing<String>>,
@@ -262,14 +281,78 @@ pub struct Secrets {
 }
 
 /// A key.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
     /// Text of a keyring.
     Keyring(Zeroizing<String>),
     /// The bare key.
     Key(Zeroizing<String>),
 }
+
+/// The first line of the attachment: how long the parts are that follow it, without a gap.
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct SecretsHead {
+    conf: Option<usize>,
+    keyring: Option<usize>,
+    key: Option<usize>,
+}
+
+impl Secrets {
+    /// As the contents of an attachment.
+    pub fn to_bytes(&self) -> Zeroizing<Vec<u8>> {
+        let (keyring, key) = match &self.key {
+            Some(Secret::Keyring(text)) => (Some(text), None),
+            Some(Secret::Key(text)) => (None, Some(text)),
+            None => (None, None),
+        };
+        let length = |part: Option<&Zeroizing<String>>| part.map(|text| text.len());
+        let head = SecretsHead {
+            conf: length(self.conf.as_ref()),
+            keyring: length(keyring),
+            key: length(key),
+        };
+        let head = serde_json::to_vec(&head).expect("numbers can be written");
+        let parts = [self.conf.as_ref(), keyring, key];
+        let total: usize = parts.iter().filter_map(|part| length(*part)).sum();
+        // All at once: a buffer that grows would leave copies behind.
+        let mut bytes = Zeroizing::new(Vec::with_capacity(head.len() + 1 + total));
+        bytes.extend_from_slice(&head);
+        bytes.push(b'\n');
+        for part in parts.into_iter().flatten() {
+            bytes.extend_from_slice(part.as_bytes());
+        }
+        bytes
+    }
+
+    /// From the contents of an attachment.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Secrets, SecretsError> {
+        let end = memchr::memchr(b'\n', bytes).ok_or(SecretsError)?;
+        let head: SecretsHead = serde_json::from_slice(&bytes[..end]).map_err(|_| SecretsError)?;
+        let mut rest = &bytes[end + 1..];
+        let mut take = |length: Option<usize>| {
+            let Some(length) = length else {
+                return Ok(None);
+            };
+            let (part, after) = rest.split_at_checked(length).ok_or(SecretsError)?;
+            rest = after;
+            let text = std::str::from_utf8(part).map_err(|_| SecretsError)?;
+            Ok(Some(Zeroizing::new(text.to_owned())))
+        };
+        let conf = take(head.conf)?;
+        let keyring = take(head.keyring)?.map(Secret::Keyring);
+        let key = take(head.key)?.map(Secret::Key);
+        Ok(Secrets {
+            conf,
+            key: key.or(keyring),
+        })
+    }
+}
+
+/// Configuration and key cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("configuration and key are not in their form; use the same release for all processes")]
+pub struct SecretsError;
 
 impl fmt::Debug for Secrets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -616,9 +699,36 @@ mod tests {
             root: id,
             needs_paths: false,
             lost_locks: Vec::new(),
+            ended: Vec::new(),
         };
         let json = serde_json::to_string(&ready).unwrap();
         assert!(json.contains(r#""root":"01abff""#), "{json}");
+    }
+
+    #[test]
+    fn secrets_arrive_as_they_are_and_are_not_shown() {
+        let text = |text: &str| Zeroizing::new(text.to_owned());
+        for key in [
+            None,
+            Some(Secret::Keyring(text("[client.a]\n\tkey = \"x\"\n"))),
+            Some(Secret::Key(text("x"))),
+            Some(Secret::Key(text(""))),
+        ] {
+            for conf in [None, Some(text("")), Some(text("[global]\nä = \\\n"))] {
+                let secrets = Secrets {
+                    conf,
+                    key: key.clone(),
+                };
+                let bytes = secrets.to_bytes();
+                assert!(Secrets::from_bytes(&bytes).unwrap() == secrets);
+                for cut in 0..bytes.len() {
+                    assert!(Secrets::from_bytes(&bytes[..cut]).is_err());
+                }
+                assert!(!format!("{secrets:?} {:?}", secrets.key).contains('x'));
+            }
+        }
+        assert!(Secrets::from_bytes(b"{\"conf\":18446744073709551615}\nx").is_err());
+        assert!(Secrets::from_bytes(b"{\"conf\":1}\n\xff").is_err());
     }
 
     #[test]

@@ -11,6 +11,8 @@
 //! No request travels here, only what is said *about* the mount. A process that dies is noticed by
 //! its pidfd; the end of a conversation is only a hint.
 //!
+//! [`sessions`] is what a mount leaves behind if all its processes die: what to end at its store.
+//!
 //! [`mountinfo`] finds mounts by reading a file, because touching a mount whose backend is gone
 //! would wait for it.
 
@@ -18,6 +20,7 @@ pub mod blob;
 pub mod message;
 pub mod mountinfo;
 pub mod runtime;
+pub mod sessions;
 pub mod socket;
 
 pub use message::{

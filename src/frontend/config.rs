@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::mount::MountOptions;
-use crate::control::message::BackendOptions;
+use crate::control::message::{BackendOptions, SecretFiles};
 use crate::control::{Channel, Source};
 
 /// Everything a front-end needs to know.
@@ -29,6 +29,9 @@ pub struct FrontendConfig {
     /// Configuration and key for the backend come in a memory file as the standard input.
     #[serde(default)]
     pub secrets: bool,
+    /// Where they were read from.
+    #[serde(default)]
+    pub secret_files: SecretFiles,
 }
 
 /// What happens to requests while no backend serves.

@@ -11,6 +11,7 @@ pub mod core;
 pub mod kernel;
 pub mod mount;
 pub mod notify;
+pub mod sessions;
 pub mod supervisor;
 pub mod vault;
 
@@ -102,8 +103,9 @@ fn begin(config: FrontendConfig, secrets: Option<OwnedFd>) -> Result<Supervisor,
         thread("notifier", &shared, Shared::notify)?;
     }
     let mount_options = config.mount.clone();
-    let mut supervisor =
-        Supervisor::new(shared.clone(), config, secrets).map_err(io("create a signalfd"))?;
+    let sessions = sessions::Sessions::new(&config)?;
+    let mut supervisor = Supervisor::new(shared.clone(), config, secrets, sessions)
+        .map_err(io("create a signalfd"))?;
     if let Err(e) = become_ready(&mut supervisor, &shared) {
         supervisor.stop();
         return Err(e);

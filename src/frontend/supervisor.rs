@@ -23,6 +23,7 @@ use super::core::Service;
 use super::kernel::Shared;
 use super::mount::unmount;
 use super::notify::Stale;
+use super::sessions::Sessions;
 use crate::backend::VaultKey;
 use crate::backend::server::EXIT_LOST;
 use crate::control::blob;
@@ -90,10 +91,8 @@ pub struct Supervisor {
     root: Option<Identity>,
     /// Configuration and key for the backend, sealed.
     secrets: Option<OwnedFd>,
-    /// Beginning of the names of all sessions of this mount.
-    session_name: String,
-    /// Sessions that may still be with the store.
-    sessions: Vec<String>,
+    /// Of a store that has them.
+    sessions: Option<Sessions>,
     reason: Option<String>,
     last_tick: Instant,
     requests_seen: u64,
@@ -106,6 +105,7 @@ impl Supervisor {
         shared: Arc<Shared>,
         config: FrontendConfig,
         secrets: Option<OwnedFd>,
+        sessions: Option<Sessions>,
     ) -> std::io::Result<Supervisor> {
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
         Ok(Supervisor {
@@ -124,8 +124,7 @@ impl Supervisor {
             backend_version: None,
             root: None,
             secrets,
-            session_name: random_name()?,
-            sessions: Vec::new(),
+            sessions,
             reason: None,
             last_tick: Instant::now(),
             requests_seen: 0,
@@ -162,15 +161,23 @@ impl Supervisor {
         // and then its own.
         let deadline = Instant::now() + SESSION_END_LIMIT;
         while self.root.is_some()
-            && !self.sessions.is_empty()
+            && self.sessions.as_ref().is_some_and(Sessions::are_left)
             && !self.is_ready()
             && Instant::now() < deadline
         {
             self.step(Some(TICK));
         }
         self.start_at = None;
+        let ended = self.end_backend();
+        if let Some(sessions) = self.sessions.take() {
+            sessions.finish(ended);
+        }
+    }
+
+    /// True if it ended in order, and its session with it.
+    fn end_backend(&mut self) -> bool {
         let Some(mut backend) = self.backend.take() else {
-            return;
+            return false;
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
             let limit = if self.config.source.has_sessions() {
@@ -185,7 +192,8 @@ impl Supervisor {
             );
         }
         let _ = backend.child.kill();
-        let _ = backend.child.wait();
+        let status = backend.child.wait();
+        status.is_ok_and(|status| status.success())
     }
 
     /// Waits for something to happen, at most `limit`, and deals with it.
@@ -370,7 +378,16 @@ impl Supervisor {
                 root,
                 needs_paths,
                 lost_locks,
-            } => return self.backend_ready(root, needs_paths, &lost_locks),
+                ended,
+            } => {
+                self.backend_ready(root, needs_paths, &lost_locks);
+                if self.is_ready()
+                    && let Some(sessions) = &mut self.sessions
+                {
+                    sessions.ready(&ended);
+                }
+                return;
+            }
             BackendMessage::Stale { ranges } => {
                 let core = core.lock();
                 let stale = ranges.iter().filter_map(|range| {
@@ -442,12 +459,8 @@ impl Supervisor {
         let mut session = SessionNames::default();
         let mut attachments = Vec::new();
         let mut sealed = Vec::new();
-        if self.config.source.has_sessions() {
-            session = SessionNames {
-                own: format!("{}-{}", self.session_name, backend.generation),
-                old: self.sessions.clone(),
-            };
-            self.sessions.push(session.own.clone());
+        if let Some(sessions) = &mut self.sessions {
+            session = sessions.next(backend.generation);
             let restore = self.shared.core.lock().restore(&self.shared.io);
             let text = serde_json::to_vec(&restore).map_err(std::io::Error::from);
             match text.and_then(|text| blob::seal("evermount-restore", &text)) {
@@ -537,10 +550,6 @@ impl Supervisor {
         let notifier = &self.shared.notifier;
         notifier.push(unseen.into_iter().map(Stale::everything));
         notifier.push(attributes.into_iter().map(Stale::attributes));
-        // It has ended all the others.
-        if let Some(own) = self.sessions.pop() {
-            self.sessions = vec![own];
-        }
         self.unpin();
     }
 
@@ -555,11 +564,19 @@ impl Supervisor {
         let fruitful = core.backend_died(&self.shared.io, own_doing);
         drop(core);
         self.shared.made_room();
-        let reason = backend.failed.unwrap_or_else(|| match status {
-            Ok(status) => describe(status),
+        let reason = backend.failed.unwrap_or_else(|| match &status {
+            Ok(status) => describe(*status),
             Err(e) => format!("backend ended, nobody knows how: {e}"),
         });
         if !backend.ready {
+            // One that gave up ended its session. A later one's is ended again, to be sure.
+            let gave_up = status.is_ok_and(|status| status.code().is_some());
+            if let Some(sessions) = &mut self.sessions
+                && gave_up
+                && self.root.is_none()
+            {
+                sessions.gave_up();
+            }
             return self.start_failed(reason);
         }
         tracing::warn!("backend {} ended: {reason}", backend.generation);
@@ -810,12 +827,6 @@ fn own_doing(status: ExitStatus) -> bool {
         .contains(&signal),
         None => !status.success() && status.code() != Some(EXIT_LOST),
     }
-}
-
-/// 128 random bits: every mount of a cluster has sessions under names of its own.
-fn random_name() -> std::io::Result<String> {
-    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/uuid")?;
-    Ok(format!("evermount-{}", uuid.trim()))
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use evermount::control::{Command as Ask, CommandAnswer, Conn, Status};
+use nix::mount::MsFlags;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
@@ -438,6 +439,34 @@ pub fn long() -> bool {
 pub fn open_to_all(path: &Path) {
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap();
+}
+
+/// A machine whose `/dev/fuse` is for everybody, as udev makes it. Where it is not, this thread and
+/// what it starts get a private one, below `place`.
+pub fn let_users_mount(place: &Path) {
+    use std::os::unix::fs::MetadataExt;
+    let mode = fs::metadata("/dev/fuse").unwrap().mode();
+    if mode & 0o006 == 0o006 {
+        return;
+    }
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+    let private = MsFlags::MS_PRIVATE | MsFlags::MS_REC;
+    let none = None::<&str>;
+    nix::mount::mount(none, "/", none, private, none).unwrap();
+    let dev = place.join("dev");
+    fs::create_dir(&dev).unwrap();
+    nix::mount::mount(Some("tmpfs"), &dev, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+    let node = dev.join("fuse");
+    let device = nix::sys::stat::makedev(10, 229);
+    nix::sys::stat::mknod(
+        &node,
+        nix::sys::stat::SFlag::S_IFCHR,
+        nix::sys::stat::Mode::empty(),
+        device,
+    )
+    .unwrap();
+    open_to_all(&node);
+    nix::mount::mount(Some(&node), "/dev/fuse", none, MsFlags::MS_BIND, none).unwrap();
 }
 
 /// The errno of a failed operation.

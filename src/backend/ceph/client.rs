@@ -23,15 +23,32 @@ const WANT: c_uint = STATX_BASIC | STATX_BTIME;
 
 /// The library cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot load {LIBRARY}: {0}; install the package libcephfs2")]
-pub struct NoLibrary(libloading::Error);
+#[error("cannot load {LIBRARY}: {cause}; install the package libcephfs2")]
+pub struct NoLibrary {
+    cause: String,
+}
+
+impl NoLibrary {
+    fn new(error: &libloading::Error) -> NoLibrary {
+        // What the loader says is the error's source, not the error.
+        let source = std::error::Error::source(error).map(ToString::to_string);
+        NoLibrary {
+            cause: source.unwrap_or_else(|| error.to_string()),
+        }
+    }
+
+    /// What is wrong, without what to do.
+    pub fn cause(&self) -> &str {
+        &self.cause
+    }
+}
 
 fn library() -> Result<&'static Functions, NoLibrary> {
     static FUNCTIONS: OnceLock<Functions> = OnceLock::new();
     if let Some(functions) = FUNCTIONS.get() {
         return Ok(functions);
     }
-    let functions = Functions::load().map_err(NoLibrary)?;
+    let functions = Functions::load().map_err(|e| NoLibrary::new(&e))?;
     Ok(FUNCTIONS.get_or_init(|| functions))
 }
 

@@ -150,7 +150,19 @@ pub struct CallbackArgs {
 }
 
 macro_rules! functions {
+    (@returned) => { None };
+    (@returned $ret:ty) => { Some(stringify!($ret)) };
     ($($name:ident($($arg:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
+        /// What is believed of each function: its name, types of its arguments, and of what it
+        /// returns, if anything. Compared with the header by `tests/cephfs_abi.rs`.
+        pub const SIGNATURES: &[(&str, &[&str], Option<&str>)] = &[
+            $((
+                concat!("ceph_", stringify!($name)),
+                &[$(stringify!($arg)),*],
+                functions!(@returned $($ret)?),
+            ),)*
+        ];
+
         /// The functions of the library, each under its own name without `ceph_`.
         #[allow(missing_docs)]
         pub struct Functions {
