@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::ffi::{
     CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, DONT_SYNC, Functions, LIBRARY,
-    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_VERSION, Statx, Vino,
+    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_VERSION, Statx, Vino, delegation,
 };
 use crate::region::memory::{Span, iovecs};
 use crate::wire::Errno;
@@ -199,6 +199,15 @@ impl Client {
         };
         // SAFETY: the library copies the struct; the handle lives for ever.
         unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
+    }
+
+    /// Makes [`File::may_cache`] possible. After [`mount`](Client::mount). Without it nothing may ever
+    /// be cached.
+    pub fn enable_may_cache(&self) -> Result<(), Errno> {
+        // Seconds in which a delegation must be given back; ours lasts for two calls.
+        const LIMIT: u32 = 20;
+        // SAFETY: the instance is live.
+        check(unsafe { (self.lib.set_deleg_timeout)(self.raw(), LIMIT) }).map(drop)
     }
 
     /// Makes everything this client did durable.
@@ -411,6 +420,8 @@ unsafe extern "C" fn on_data(handle: *mut libc::c_void, vino: Vino, off: i64, le
     let listener: &Listener = unsafe { &*handle.cast_const().cast() };
     listener(vino, off, len);
 }
+
+unsafe extern "C" fn on_recall(_fh: *mut CephFh, _private: *mut libc::c_void) {}
 
 unsafe extern "C" fn on_umask(_handle: *mut libc::c_void) -> libc::mode_t {
     UMASK.get()
@@ -835,6 +846,35 @@ impl File {
             (self.client.lib.ll_fallocate)(self.client.raw(), self.raw(), mode, offset, length)
         })
         .map(drop)
+    }
+
+    /// This client has the right to cache the file, and is told when it goes. `writes`: the file is
+    /// open for writing. Asked by taking a delegation and giving it back, which the library grants from
+    /// what it knows, and only for the one open file there is of an inode, or for readers only.
+    pub fn may_cache(&self, writes: bool) -> bool {
+        let kind = if writes {
+            delegation::WR
+        } else {
+            delegation::RD
+        };
+        let ask = |kind| {
+            // SAFETY: open file; the callback does nothing with its arguments.
+            let done = unsafe {
+                (self.client.lib.ll_delegation)(
+                    self.client.raw(),
+                    self.raw(),
+                    kind,
+                    on_recall,
+                    ptr::null_mut(),
+                )
+            };
+            done == 0
+        };
+        let granted = ask(kind);
+        if granted {
+            ask(delegation::NONE);
+        }
+        granted
     }
 
     /// Sets or removes a `fcntl(2)` lock of an owner; never waits (EAGAIN).

@@ -133,6 +133,15 @@ pub mod setattr {
     pub const ATIME_NOW: c_int = 1 << 8;
 }
 
+/// `CEPH_DELEGATION_*`.
+pub mod delegation {
+    #![allow(missing_docs)] // names are the header's
+    use std::ffi::c_uint;
+    pub const NONE: c_uint = 0;
+    pub const RD: c_uint = 1;
+    pub const WR: c_uint = 2;
+}
+
 /// `CEPH_RECLAIM_RESET`: end the session, keep nothing of it.
 pub const RECLAIM_RESET: c_uint = 1;
 
@@ -247,6 +256,8 @@ functions! {
     readdirplus_r(Mount, Dir, *mut libc::dirent, *mut Statx, c_uint, c_uint, *mut Inode) -> c_int;
     rewinddir(Mount, Dir);
     seekdir(Mount, Dir, i64);
+    set_deleg_timeout(Mount, u32) -> c_int;
+    ll_delegation(Mount, Fh, c_uint, unsafe extern "C" fn(Fh, *mut c_void), *mut c_void) -> c_int;
     ll_getlk(Mount, Fh, *mut libc::flock, u64) -> c_int;
     ll_setlk(Mount, Fh, *mut libc::flock, u64, c_int) -> c_int;
 }

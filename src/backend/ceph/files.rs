@@ -15,6 +15,7 @@ use super::client::{File, Inode, Perms};
 use super::directory::Stream;
 use super::ffi::Vino;
 use super::node::vino;
+use super::warm::{Warm, reopened};
 use crate::backend::{Answer, Attempt, Call, Replayed};
 use crate::region::memory::{Span, total};
 use crate::region::slot::{HandleRef, Journal};
@@ -43,6 +44,8 @@ pub(super) enum Handle {
 pub(super) struct OpenFile {
     pub(super) file: File,
     vino: Vino,
+    /// It is open for writing.
+    pub(super) writes: bool,
 }
 
 /// A handle of an earlier generation that was not opened yet.
@@ -120,7 +123,12 @@ impl Handles {
 }
 
 /// Opens what an earlier generation had open.
-pub(super) fn restore(handles: &Handles, superuser: &Perms, fh: u64) -> Result<Arc<Handle>, Errno> {
+pub(super) fn restore(
+    handles: &Handles,
+    warm: &Warm,
+    superuser: &Perms,
+    fh: u64,
+) -> Result<Arc<Handle>, Errno> {
     let pending = match handles.get(fh) {
         Some(Ok(handle)) => return Ok(handle),
         Some(Err(pending)) => pending,
@@ -135,9 +143,19 @@ pub(super) fn restore(handles: &Handles, superuser: &Perms, fh: u64) -> Result<A
         Handle::File(OpenFile {
             file: open_file(inode, sanitized(pending.flags), superuser, superuser)?,
             vino,
+            writes: writes(pending.flags),
         })
     };
-    handles.opened(fh, Arc::new(handle))
+    let handle = handles.opened(fh, Arc::new(handle))?;
+    if let Handle::File(open) = &*handle {
+        reopened(warm, vino, &open.file, open.writes);
+    }
+    Ok(handle)
+}
+
+/// A file opened with these flags can be written.
+fn writes(flags: i32) -> bool {
+    flags & libc::O_ACCMODE != libc::O_RDONLY
 }
 
 /// The flags to open with. What creates, truncates or names was done by whoever opened first; an
@@ -158,7 +176,7 @@ pub(super) fn sanitized(flags: i32) -> i32 {
 /// metadata server has its old size until somebody asks, and whoever opens it for writing without
 /// asking is told the old one and believed (16.2.15).
 fn open_file(inode: &Inode, flags: i32, perms: &Perms, superuser: &Perms) -> Result<File, Errno> {
-    if flags & libc::O_ACCMODE != libc::O_RDONLY {
+    if writes(flags) {
         inode.stat(superuser)?;
     }
     inode.open(flags, perms)
@@ -187,7 +205,7 @@ impl Ceph {
                 self.handles.expect([(fh, pending)]);
             }
         }
-        restore(&self.handles, &self.superuser, fh)
+        restore(&self.handles, &self.warm, &self.superuser, fh)
     }
 
     /// Does something with the open file of the request.
@@ -217,25 +235,23 @@ impl Ceph {
         if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
             self.clear_setid(&inode)?;
         }
-        Ok(Answer::Opened(self.keep(fh, file, vino, &inode)))
+        Ok(Answer::Opened(self.keep(fh, file, flags, vino, &inode)))
     }
 
     /// Keeps an open file. Returns the bits for the kernel.
-    pub(super) fn keep(&self, fh: u64, file: File, vino: Vino, inode: &Inode) -> u32 {
+    pub(super) fn keep(&self, fh: u64, file: File, flags: i32, vino: Vino, inode: &Inode) -> u32 {
+        let writes = writes(flags);
+        let keeps = self.opened_now(vino, inode, &file, writes);
         self.handles
-            .insert(fh, Handle::File(OpenFile { file, vino }));
-        if self.keeps_pages(vino, inode) {
-            FOPEN_KEEP_CACHE
-        } else {
-            0
-        }
+            .insert(fh, Handle::File(OpenFile { file, vino, writes }));
+        if keeps { FOPEN_KEEP_CACHE } else { 0 }
     }
 
     pub(super) fn read(&self, call: &Call<'_>, arg: ReadIn) -> Result<Answer, Errno> {
         let into = call.read_buffer(arg.size as usize);
         self.with_file(call, |open| {
             let len = open.file.read(&into, arg.offset)?;
-            self.is_in_pages(open.vino, arg.offset, len);
+            self.is_in_pages(open.vino, &open.file, open.writes, arg.offset, len);
             Ok(Answer::Filled(len))
         })
     }
@@ -263,7 +279,7 @@ impl Ceph {
                     write_all(&open.file, &data, arg.offset)
                 }
             })?;
-            self.is_in_pages(open.vino, arg.offset, len);
+            self.is_in_pages(open.vino, &open.file, open.writes, arg.offset, len);
             Ok(len)
         })?;
         if arg.write_flags & WRITE_KILL_SUIDGID != 0 {
@@ -340,20 +356,16 @@ impl Ceph {
     /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         self.unlock_owner(call.annex.node.nodeid, arg.lock_owner)?;
-        // Without a node there is nothing to remember.
-        if let Some(vino) = vino(&call.annex.node.identity)
-            && let Some(inode) = self.client.cached(vino)
-        {
-            self.note_version(vino, &inode);
-        }
         Ok(Answer::Empty)
     }
 
     pub(super) fn release(&self, call: &Call<'_>) -> Result<Answer, Errno> {
         let fh = call.annex.handle.fh;
-        let handle = self.handles.remove(fh);
-        // Closing asks the store, if this was its last user.
-        drop(handle);
+        if let Some(handle) = self.handles.remove(fh)
+            && let Handle::File(open) = &*handle
+        {
+            self.warm.closed(open.vino);
+        }
         self.unlock_handle(fh)?;
         Ok(Answer::Empty)
     }

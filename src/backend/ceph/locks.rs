@@ -12,6 +12,7 @@ use zerocopy::IntoBytes;
 
 use super::Ceph;
 use super::client::{File, Inode};
+use super::files::Handle;
 use super::node::vino;
 use crate::backend::convert::{LOCK_END, from_flock, to_flock};
 use crate::backend::{Answer, Call, Stripes};
@@ -99,7 +100,11 @@ impl Ceph {
         // Notices of what others changed come a moment later than the lock they gave up.
         let vino = vino(&call.annex.node.identity).ok_or(Errno::ESTALE)?;
         let inode = self.inode(&call.annex.node)?;
-        Ok(if self.keeps_pages(vino, &inode) {
+        let fresh = match &*self.handle(call)? {
+            Handle::File(open) => self.is_fresh(vino, &inode, &open.file, open.writes),
+            Handle::Directory(_) => true,
+        };
+        Ok(if fresh {
             Answer::Empty
         } else {
             Answer::EmptyWithoutPages

@@ -13,7 +13,7 @@
 //!   whatever it wants ([`node`]);
 //! * open files and directories, by handle ([`files`], [`directory`]);
 //! * `fcntl(2)` locks, in the session, with the files they were taken through ([`locks`]);
-//! * versions of files, to know whether the kernel may keep their pages ([`warm`]).
+//! * whether the kernel may have pages of a file ([`warm`]).
 //!
 //! Every write is with the object store when it is acknowledged (`client_oc = false`), so a death
 //! loses none.
@@ -60,7 +60,7 @@ use self::client::{Client, Inode, Perms};
 use self::files::Handles;
 use self::locks::Locks;
 use self::node::Pins;
-use self::warm::{Shared, Warm};
+use self::warm::Warm;
 use super::convert::Timeouts;
 use super::{Answer, Attempt, Backend, Call, Frontend, Stripes};
 use crate::region::Identity;
@@ -83,8 +83,7 @@ pub struct Ceph {
     /// Directories above files that were open when this generation began: the library looks for a
     /// quota only in directories it knows, and these files may never be looked up again.
     directories: OnceLock<Vec<Inode>>,
-    warm: Warm,
-    shared: Arc<Shared>,
+    warm: Arc<Warm>,
     locks: Locks,
     /// Held over "look, then act" on one inode.
     inodes: Stripes,

@@ -31,7 +31,7 @@ use super::ffi::{Vino, setattr};
 use super::files::{Handles, Pending, restore};
 use super::locks::Locks;
 use super::node::{Pins, identity, vino, vino_of};
-use super::warm::{Shared, Warm};
+use super::warm::Warm;
 use super::{Ceph, prove_session};
 use crate::backend::convert::Timeouts;
 use crate::backend::{Frontend, Stripes};
@@ -279,14 +279,14 @@ pub struct Opened {
 /// Begins a session and takes over what earlier ones held.
 pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
     let pins = Arc::new(Pins::default());
-    let shared = Arc::new(Shared::default());
+    let warm = Arc::new(Warm::default());
     let login = Login::new(start.source, start.options, &start.secrets);
     let connected = login.connect(&start.names.own)?;
     let (client, hurried) = (connected.client.clone(), connected.hurried);
     client.listen({
-        let (frontend, shared) = (start.frontend.clone(), shared.clone());
+        let (frontend, warm) = (start.frontend.clone(), warm.clone());
         move |vino, off, len| {
-            shared.add(vino);
+            warm.shared(vino);
             frontend.stale(&identity(vino), off, len);
         }
     });
@@ -305,8 +305,8 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
             // From now on the session may take its time to end: it has something to write.
             set(&client, "client_shutdown_timeout", CLOSE_DEFAULT)?;
         }
-        let (ceph, lost_locks) = begin(&client, start, keeper, pins, shared)
-            .map_err(|errno| login.mount_error(errno))?;
+        let (ceph, lost_locks) =
+            begin(&client, start, keeper, pins, warm).map_err(|errno| login.mount_error(errno))?;
         Ok(Opened {
             ceph,
             lost_locks,
@@ -385,10 +385,15 @@ fn begin(
     start: &Start<'_>,
     keeper: Option<Keeper>,
     pins: Arc<Pins>,
-    shared: Arc<Shared>,
+    warm: Arc<Warm>,
 ) -> Result<(Ceph, Vec<LostLock>), Errno> {
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
+    if let Err(e) = client.enable_may_cache() {
+        tracing::warn!(
+            "nothing will be cached by the kernel: the library refuses delegations: {e}"
+        );
+    }
     let root_id = identity(vino_of(&root.stat(&superuser)?));
     let acls = client
         .conf(c"client_acl_type")
@@ -404,8 +409,7 @@ fn begin(
         handles: Arc::default(),
         pins,
         directories: OnceLock::new(),
-        warm: Warm::default(),
-        shared,
+        warm,
         locks: Locks::default(),
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
@@ -1007,11 +1011,15 @@ impl Ceph {
         if pending.is_empty() {
             return;
         }
-        let (handles, superuser) = (self.handles.clone(), self.superuser.clone());
+        let (handles, warm, superuser) = (
+            self.handles.clone(),
+            self.warm.clone(),
+            self.superuser.clone(),
+        );
         let work = move || {
             for fh in pending {
                 // An error is told to whoever uses the handle.
-                let _ = restore(&handles, &superuser, fh);
+                let _ = restore(&handles, &warm, &superuser, fh);
             }
         };
         let thread = std::thread::Builder::new().name("reopen".into());

@@ -1,74 +1,114 @@
-//! Whether the kernel may keep the pages of a file from one open to the next.
+//! Whether the kernel may have pages of a file.
 //!
-//! The library tells when data it had the right to cache is old, but a moment later, and not of files
-//! it has let go of. So an open compares the version of the file (which grows with every change) with
-//! the one of its last close here: pages of the same version stay, all others go. A new generation has
-//! seen no versions, so the first open of each file drops what may have changed unseen.
+//! With the right to cache a file this client is told when somebody else is about to change it
+//! ([`Ceph::on_stale`](super::session)); until then what the kernel has is right. While several clients
+//! have a file open and one of them writes, nobody has that right and nobody is told. So it is asked
+//! for ([`File::may_cache`]) when a file is opened, and as long as it is not there, what is read or
+//! written is taken back from the kernel at once.
 //!
-//! While several clients have a file open and one of them writes, nobody has the right to cache, nobody
-//! is told of changes, and two clients may count to the same version. What is read or written meanwhile
-//! is taken back from the kernel at once, and no open keeps pages ([`Shared`]).
+//! An open keeps the kernel's pages if the right was there all the time and the version of the file
+//! (which grows with every change) is the one this client knew; notices come a moment later than the
+//! changes they tell of. A new generation knows nothing, so its first open drops what may have changed
+//! unseen. For the same reason a lock is granted only after the kernel has dropped what may be old.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use parking_lot::Mutex;
 
 use super::Ceph;
-use super::client::{Inode, Xattr};
+use super::client::{File, Inode};
 use super::ffi::Vino;
 use crate::wire::Errno;
 
-/// Files whose version is remembered.
-const FILES_MAX: usize = 65536;
+/// Files that are remembered after their last close.
+const CLOSED_MAX: usize = 65536;
 
-/// Versions of files when they were last opened or closed here.
+#[derive(Clone, Copy, Default)]
+struct Known {
+    opens: u32,
+    /// There was the right to cache when it was last looked, and nobody has told otherwise.
+    alone: bool,
+    /// As this client knew it last, its own changes counted.
+    version: u64,
+}
+
+/// What is known of files that are or were open.
 #[derive(Default)]
-pub(super) struct Warm(Mutex<HashMap<Vino, u64>>);
+pub(super) struct Warm(Mutex<HashMap<Vino, Known>>);
 
 impl Warm {
-    /// A file of this version is opened. True if it is as it was when it was last opened or closed.
-    fn opened(&self, vino: Vino, version: u64) -> bool {
-        let mut versions = self.0.lock();
-        if versions.len() >= FILES_MAX {
-            // Costs each file one reading; a list by age would cost more.
-            versions.clear();
+    /// The right to cache a file is gone.
+    pub(super) fn shared(&self, vino: Vino) {
+        if let Some(known) = self.0.lock().get_mut(&vino) {
+            known.alone = false;
         }
-        versions.insert(vino, version) == Some(version)
+    }
+
+    fn is_alone(&self, vino: Vino) -> bool {
+        self.0.lock().get(&vino).is_some_and(|known| known.alone)
+    }
+
+    /// An open file was looked at. True if the kernel's pages are as the store has them.
+    fn seen(&self, vino: Vino, version: u64, may_cache: bool, opens: u32) -> bool {
+        let mut files = self.0.lock();
+        if files.len() > CLOSED_MAX {
+            files.retain(|_, known| known.opens > 0);
+        }
+        let known = files.entry(vino).or_default();
+        let before = std::mem::replace(
+            known,
+            Known {
+                opens: known.opens + opens,
+                alone: may_cache,
+                version,
+            },
+        );
+        before.alone && may_cache && before.version == version
     }
 
     /// A file that had the one version has the other one by a change of this client.
     fn grown(&self, vino: Vino, before: u64, after: u64) {
-        if let Some(version) = self.0.lock().get_mut(&vino)
-            && *version == before
+        if let Some(known) = self.0.lock().get_mut(&vino)
+            && known.version == before
         {
-            *version = after;
+            known.version = after;
+        }
+    }
+
+    /// A handle was closed.
+    pub(super) fn closed(&self, vino: Vino) {
+        if let Some(known) = self.0.lock().get_mut(&vino) {
+            known.opens = known.opens.saturating_sub(1);
         }
     }
 }
 
-/// Files without the right to cache, when it was last looked.
-#[derive(Default)]
-pub(super) struct Shared(Mutex<HashSet<Vino>>);
-
-impl Shared {
-    /// The right to cache was taken away.
-    pub(super) fn add(&self, vino: Vino) {
-        self.0.lock().insert(vino);
-    }
+/// As [`Ceph::opened_now`], for a handle of an earlier generation.
+pub(super) fn reopened(warm: &Warm, vino: Vino, file: &File, writes: bool) {
+    let may_cache = warm.is_alone(vino) || file.may_cache(writes);
+    warm.seen(vino, 0, may_cache, 1);
 }
 
 impl Ceph {
     /// A file was opened. True if the kernel may keep its pages.
-    pub(super) fn keeps_pages(&self, vino: Vino, inode: &Inode) -> bool {
-        let Ok(version) = inode.version(false, &self.superuser) else {
+    pub(super) fn opened_now(&self, vino: Vino, inode: &Inode, file: &File, writes: bool) -> bool {
+        self.looked_at(vino, inode, file, writes, 1)
+    }
+
+    /// True if what the kernel has of an open file is as the store has it.
+    pub(super) fn is_fresh(&self, vino: Vino, inode: &Inode, file: &File, writes: bool) -> bool {
+        self.looked_at(vino, inode, file, writes, 0)
+    }
+
+    fn looked_at(&self, vino: Vino, inode: &Inode, file: &File, writes: bool, opens: u32) -> bool {
+        // Asks the server if this client may not know it, after others have written back.
+        let version = inode.version(false, &self.superuser);
+        let may_cache = self.warm.is_alone(vino) || file.may_cache(writes);
+        let Ok(version) = version else {
+            self.warm.seen(vino, 0, false, opens);
             return false;
         };
-        let same = self.warm.opened(vino, version);
-        let alone = self.may_cache(inode);
-        if !alone {
-            self.shared.add(vino);
-        }
-        same && alone && !self.shared.0.lock().contains(&vino)
+        self.warm.seen(vino, version, may_cache, opens)
     }
 
     /// A change of our own: the version may grow by it.
@@ -89,42 +129,26 @@ impl Ceph {
         done
     }
 
-    /// A file is closed: what is in the kernel is of this version.
-    pub(super) fn note_version(&self, vino: Vino, inode: &Inode) {
-        if let Ok(version) = inode.version(true, &self.superuser) {
-            self.warm.opened(vino, version);
-        }
-    }
-
     /// The kernel has bytes that were read or written in its pages. Without the right to cache they
     /// are taken back: nobody will tell when they are old.
-    pub(super) fn is_in_pages(&self, vino: Vino, offset: u64, len: usize) {
-        if !self.shared.0.lock().contains(&vino) {
+    pub(super) fn is_in_pages(
+        &self,
+        vino: Vino,
+        file: &File,
+        writes: bool,
+        offset: u64,
+        len: usize,
+    ) {
+        if self.warm.is_alone(vino) {
             return;
         }
-        let inode = self.client.cached(vino);
-        if inode.is_some_and(|inode| self.may_cache(&inode)) {
-            self.shared.0.lock().remove(&vino);
-        } else {
-            let identity = super::node::identity(vino);
-            self.frontend.stale(&identity, offset as i64, len as i64);
+        if file.may_cache(writes) {
+            // From the next byte on; these were transferred before.
+            self.warm.seen(vino, 0, true, 0);
         }
+        let identity = super::node::identity(vino);
+        self.frontend.stale(&identity, offset as i64, len as i64);
     }
-
-    fn may_cache(&self, inode: &Inode) -> bool {
-        may_cache(&inode.xattr(c"ceph.caps", 256, &self.superuser))
-    }
-}
-
-/// The capabilities of a file, as the library writes them (`pAsLsXsFscr/0x1255`), have "cache" among
-/// those of the file's data.
-fn may_cache(caps: &Result<Xattr, Errno>) -> bool {
-    let Ok(Xattr::Bytes(text)) = caps else {
-        return false;
-    };
-    let file = text.split(|&b| b == b'/').next().unwrap_or_default();
-    let of_file = file.split(|&b| b == b'F').nth(1).unwrap_or_default();
-    of_file.contains(&b'c')
 }
 
 #[cfg(test)]
@@ -132,27 +156,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_right_to_cache_is_found_among_the_capabilities() {
-        let caps = |text: &str| Ok(Xattr::Bytes(text.as_bytes().to_vec()));
-        assert!(may_cache(&caps("pAsxLsXsxFsxcrwb/0xffff")));
-        assert!(may_cache(&caps("pFc/0x1")));
-        assert!(!may_cache(&caps("pAsLsXsFrw/0x1")));
-        assert!(!may_cache(&caps("pAsc/0x1")));
-        assert!(!may_cache(&caps("-/0x0")));
-        assert!(!may_cache(&Err(Errno::ENODATA)));
-    }
-
-    #[test]
-    fn pages_stay_only_with_their_version() {
+    fn pages_stay_only_with_their_version_and_the_right_to_have_them() {
         let warm = Warm::default();
         let vino = Vino { ino: 7, snapid: 1 };
-        assert!(!warm.opened(vino, 3), "never seen");
-        assert!(warm.opened(vino, 3));
-        assert!(!warm.opened(vino, 4), "changed");
-        assert!(warm.opened(vino, 4));
+        assert!(!warm.seen(vino, 3, true, 1), "never seen");
+        assert!(warm.seen(vino, 3, true, 1));
+        assert!(!warm.seen(vino, 4, true, 1), "changed");
+        assert!(warm.seen(vino, 4, true, 1));
         warm.grown(vino, 4, 5);
-        assert!(warm.opened(vino, 5), "our own change");
+        assert!(warm.seen(vino, 5, true, 1), "our own change");
         warm.grown(vino, 4, 6);
-        assert!(!warm.opened(vino, 6), "not from there");
+        assert!(!warm.seen(vino, 6, true, 1), "not from there");
+        warm.shared(vino);
+        assert!(!warm.is_alone(vino));
+        assert!(!warm.seen(vino, 6, true, 1), "was shared");
+        assert!(warm.seen(vino, 6, true, 1));
+        assert!(!warm.seen(vino, 6, false, 1), "is shared");
     }
 }
