@@ -8,10 +8,11 @@ use std::cell::Cell;
 use std::ffi::{CStr, CString, c_int, c_uint};
 use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::ffi::{
-    CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, Functions, LIBRARY,
+    CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, DONT_SYNC, Functions, LIBRARY,
     RECLAIM_RESET, STATX_BASIC, STATX_BTIME, Statx, Vino,
 };
 use crate::region::memory::{Span, iovecs};
@@ -75,6 +76,8 @@ type Listener = Box<dyn Fn(Event) + Send + Sync>;
 pub struct Client {
     lib: &'static Functions,
     mount: NonNull<CephMount>,
+    /// The session is being ended from here.
+    ending: AtomicBool,
 }
 
 // SAFETY: libcephfs takes its own locks (one mutex per client); any thread may call it.
@@ -91,7 +94,8 @@ impl Client {
         // SAFETY: `mount` is a place for the instance; `id` is a string or null.
         check(unsafe { (lib.create)(&mut mount, id) })?;
         let mount = NonNull::new(mount).ok_or(Errno::ENOMEM)?;
-        Ok(Arc::new(Client { lib, mount }))
+        let ending = AtomicBool::new(false);
+        Ok(Arc::new(Client { lib, mount, ending }))
     }
 
     fn raw(&self) -> *mut CephMount {
@@ -154,9 +158,16 @@ impl Client {
 
     /// Ends the session in order: writes back, gives everything back.
     pub fn unmount(&self) -> Result<(), Errno> {
+        self.ending.store(true, Ordering::SeqCst);
         // SAFETY: whoever calls this uses nothing of the session afterwards, but for dropping
         // references to inodes, which the library ignores then.
         check(unsafe { (self.lib.unmount)(self.raw()) }).map(drop)
+    }
+
+    /// Gives the instance's memory and threads back. After [`unmount`](Client::unmount).
+    pub fn release(self) {
+        // SAFETY: nothing refers to it: it is not shared any more. One with a session is left alone.
+        unsafe { (self.lib.release)(self.raw()) };
     }
 
     /// Ends the session of that name, with everything it held. Works before, during and after
@@ -513,12 +524,29 @@ impl Inode {
 
     /// Attributes, from the metadata server if need be.
     pub fn stat(&self, perms: &Perms) -> Result<Statx, Errno> {
+        self.stat_with(0, perms)
+    }
+
+    /// Attributes as this client knows them. Never blocks.
+    pub fn known_stat(&self, perms: &Perms) -> Result<Statx, Errno> {
+        self.stat_with(DONT_SYNC, perms)
+    }
+
+    fn stat_with(&self, flags: c_uint, perms: &Perms) -> Result<Statx, Errno> {
         let mut st = Statx::default();
         // SAFETY: a place for the attributes.
         check(unsafe {
-            (self.lib().ll_getattr)(self.mount(), self.raw(), &mut st, WANT, 0, perms.raw())
+            (self.lib().ll_getattr)(self.mount(), self.raw(), &mut st, WANT, flags, perms.raw())
         })?;
         Ok(st)
+    }
+
+    /// The session of this client was ended by somebody else. Asks the metadata server once the
+    /// capability for the inode's attributes is lost, so that the answer is a proof; otherwise it
+    /// costs nothing.
+    pub fn has_lost_its_session(&self, perms: &Perms) -> bool {
+        let refused = matches!(self.stat(perms), Err(Errno::ESHUTDOWN | Errno::ENOTCONN));
+        refused && !self.client.ending.load(Ordering::SeqCst)
     }
 
     /// Changes the attributes named by `mask` (`ffi::setattr`).

@@ -63,7 +63,11 @@ impl Ceph {
         loop {
             let entry = match stream.next() {
                 Ok(Some(entry)) => entry,
-                Ok(None) => break,
+                Ok(None) => {
+                    // A session that was ended ends its listings, too, and says so to nobody.
+                    self.prove_session(&self.inode(&call.annex.node)?);
+                    break;
+                }
                 // Told when it comes first: what was read before it counts.
                 Err(_) if !list.is_empty() => break,
                 Err(e) => return Err(e),

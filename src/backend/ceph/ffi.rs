@@ -110,6 +110,8 @@ impl Default for Statx {
 
 /// `CEPH_STATX_BASIC_STATS`.
 pub const STATX_BASIC: c_uint = 0x7ff;
+/// `AT_STATX_DONT_SYNC`, of the library: what is known here.
+pub const DONT_SYNC: c_uint = 0x4000;
 /// `CEPH_STATX_BTIME`.
 pub const STATX_BTIME: c_uint = 0x800;
 

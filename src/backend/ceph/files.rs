@@ -234,7 +234,9 @@ impl Ceph {
     pub(super) fn keep(&self, fh: u64, file: File, vino: Vino, inode: Inode) -> u32 {
         self.handles
             .insert(fh, Handle::File(OpenFile { file, vino }));
-        if self.warm.opened(vino, inode) {
+        // Not the answer of the open, which may come before others have written back.
+        let version = inode.stat(&self.superuser).map_or(0, |st| st.version);
+        if self.warm.opened(vino, inode, version) {
             FOPEN_KEEP_CACHE
         } else {
             0
@@ -345,7 +347,9 @@ impl Ceph {
         if let Some(handle) = self.handles.remove(fh)
             && let Handle::File(open) = &*handle
         {
-            self.warm.closed(open.vino);
+            let inode = self.client.cached(open.vino);
+            let known = inode.and_then(|inode| inode.known_stat(&self.superuser).ok());
+            self.warm.closed(open.vino, known.map(|st| st.version));
         }
         self.unlock_handle(fh)?;
         Ok(Answer::Empty)

@@ -49,6 +49,9 @@ mod xattr;
 use std::ffi::{CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 
 pub use client::version;
 
@@ -82,6 +85,8 @@ pub struct Ceph {
     /// Held over "look, then act" on one inode.
     inodes: Stripes,
     frontend: Arc<dyn Frontend>,
+    /// Ends the session that helped to take over.
+    keeper: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Ceph {
@@ -109,14 +114,17 @@ impl Ceph {
         }
     }
 
-    /// Returns if the session lives. Otherwise the process ends, every request in it unanswered, and
-    /// the next generation does them.
     fn prove_session(&self, inode: &Inode) {
-        if let Err(Errno::ESHUTDOWN | Errno::ENOTCONN) = inode.stat(&self.superuser) {
-            self.frontend.lost(
-                "the metadata server has ended this client's session (evicted or blocklisted)",
-            );
-        }
+        prove_session(inode, &self.superuser, &*self.frontend);
+    }
+}
+
+/// Returns if the session lives. Otherwise the process ends, every request in it unanswered, and the
+/// next generation does them.
+fn prove_session(inode: &Inode, superuser: &Perms, frontend: &dyn Frontend) {
+    if inode.has_lost_its_session(superuser) {
+        frontend
+            .lost("the metadata server has ended this client's session (evicted or blocklisted)");
     }
 }
 
@@ -148,6 +156,10 @@ impl Backend for Ceph {
 
     fn retire(&self) {
         self.pins.clear();
+        let keeper = self.keeper.lock().take();
+        if keeper.is_some_and(|keeper| keeper.join().is_err()) {
+            tracing::warn!("the session of the keeper did not end in order");
+        }
         if let Err(e) = self.client.unmount() {
             tracing::warn!("the session did not end in order: {e}");
         }

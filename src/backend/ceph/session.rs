@@ -3,10 +3,13 @@
 //! The order decides what survives (measured with 16.2.15):
 //!
 //! 1. A **new session** begins, under a name of its own. Beginning it may block on what the dead one
-//!    holds, so it happens in a thread; by number objects can be looked up from the start.
+//!    holds, so it happens in a thread.
 //! 2. What the dead generation **held** is looked up by number: open files, and objects without a
-//!    name. It does not block, and from then on they live as long as this session. Later they would be
-//!    gone: the metadata server purges a file without a name when the last session lets go of it.
+//!    name. It does not block, and from then on they live. Later they would be gone: the metadata
+//!    server purges a file without a name when the last session lets go of it. A second session, the
+//!    [`Keeper`], does that and ends as soon as the first has found them as well: what is looked up
+//!    while a mount is under way the library takes for the root or for its parents (16.2.15), and then
+//!    it serves another directory.
 //! 3. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
 //!    it can reach the store; what it held is free.
 //! 4. **Locks** are taken again, before anything is read or written. Somebody who waited for one may
@@ -18,7 +21,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use super::Ceph;
+use parking_lot::Mutex;
+
 use super::caller::Callers;
 use super::client::{Client, ClientError, Event, Inode, Perms};
 use super::ffi::{Vino, setattr};
@@ -26,6 +30,7 @@ use super::files::{Handles, Pending, restore};
 use super::locks::Locks;
 use super::node::{Pins, identity, vino, vino_of};
 use super::warm::Warm;
+use super::{Ceph, prove_session};
 use crate::backend::convert::Timeouts;
 use crate::backend::{Frontend, Stripes};
 use crate::control::blob;
@@ -37,6 +42,8 @@ use crate::wire::Errno;
 
 /// The library gives up connecting after this time.
 const CONNECT_LIMIT: Duration = Duration::from_secs(20);
+/// How often an idle session is looked at. Mostly that costs nothing: the answer is known here.
+const WATCH: Duration = Duration::from_secs(1);
 /// Many objects are dealt with by this many threads: each waits for the metadata server.
 const THREADS: usize = 8;
 
@@ -119,56 +126,43 @@ pub struct Start<'a> {
     pub frontend: Arc<dyn Frontend>,
 }
 
+impl Start<'_> {
+    fn id(&self) -> &str {
+        self.options.id.as_deref().unwrap_or("admin")
+    }
+
+    fn refused(&self, errno: Errno) -> CephError {
+        mount_error(self.source, self.id(), errno)
+    }
+}
+
 fn c_string(text: &str, what: &'static str) -> Result<CString, CephError> {
     CString::new(text).map_err(|_| CephError::Nul { what })
 }
 
 /// Begins a session and takes over what earlier ones held. Returns the locks that are lost.
 pub fn open(start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), CephError> {
-    let id = start.options.id.as_deref().unwrap_or("admin");
-    let client = Client::create(Some(&c_string(id, "--id")?))?;
-    configure(&client, start)?;
-    // The library reads the key while it connects.
-    let _key = provide_key(&client, &start.secrets)?;
-
     let pins = Arc::new(Pins::default());
     let warm = Arc::new(Warm::default());
-    client.init().map_err(|errno| CephError::Connect {
-        id: id.to_owned(),
-        errno,
-        advice: "check the monitors' addresses in --conf or --mon",
-    })?;
+    let connected = Connected::connect(start, &start.names.own)?;
+    let client = connected.client.clone();
     client.listen({
         let (frontend, warm) = (start.frontend.clone(), warm.clone());
         move |event| hear(&*frontend, &warm, event)
     });
-    if !start.source.fs.is_empty() {
-        let name = c_string(&start.source.fs, "the name of the file system")?;
-        client
-            .select_file_system(&name)
-            .map_err(|errno| mount_error(start.source, id, errno))?;
-    }
-    client.set_uuid(&c_string(&start.names.own, "the session's name")?);
-
-    let mounting = mount(&client, start)?;
-    let held = Held::find(&client, &start.restore, &mounting);
-    for old in &start.names.old {
-        match client.reclaim(&c_string(old, "a session's name")?) {
-            Ok(()) | Err(Errno::ENOENT) => {}
-            // Before the mount has come so far the cluster's own answer says more.
-            Err(errno) => match mounting.outcome() {
-                Err(cause) => return Err(mount_error(start.source, id, cause)),
-                Ok(()) => return Err(CephError::Reclaim(errno)),
-            },
-        }
-    }
-    mounting
-        .outcome()
-        .map_err(|errno| mount_error(start.source, id, errno))?;
-    begin(&client, start, held, pins, warm).map_err(|errno| {
+    let mounting = connected.mount(start, None)?;
+    let keeper = if start.names.old.is_empty() {
+        None
+    } else {
+        let keeper = Keeper::begin(start)?;
+        keeper.end_the_dead(start)?;
+        Some(keeper)
+    };
+    mounting.outcome().map_err(|errno| start.refused(errno))?;
+    begin(&client, start, keeper, pins, warm).map_err(|errno| {
         // The session has begun; without this it would stay for minutes.
         let _ = client.unmount();
-        mount_error(start.source, id, errno)
+        start.refused(errno)
     })
 }
 
@@ -176,16 +170,13 @@ pub fn open(start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), CephError> {
 fn begin(
     client: &Arc<Client>,
     start: &Start<'_>,
-    held: Held<'_>,
+    keeper: Option<Keeper>,
     pins: Arc<Pins>,
     warm: Arc<Warm>,
 ) -> Result<(Ceph, Vec<LostLock>), Errno> {
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
     let root_id = identity(vino_of(&root.stat(&superuser)?));
-    let handles = Arc::new(Handles::default());
-    set_times(client, &start.restore.times, &superuser);
-    held.hand_over(&handles, &pins);
     let acls = client
         .conf(c"client_acl_type")
         .is_ok_and(|kind| kind == "posix_acl");
@@ -197,16 +188,152 @@ fn begin(
         callers: Callers::default(),
         timeouts: start.timeouts,
         acls,
-        handles,
+        handles: Arc::default(),
         pins,
         warm,
         locks: Locks::default(),
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
+        keeper: Mutex::default(),
     };
+    // At once: until then anybody can take them.
     let lost = ceph.restore_locks(&start.restore.locks);
+    set_times(client, &start.restore.times, &ceph.superuser);
+    let held = Held::find(&start.restore, |vino| find(client, vino));
+    held.hand_over(&ceph.handles, &ceph.pins);
+    *ceph.keeper.lock() = keeper.map(Keeper::let_go);
     ceph.open_pending();
+    ceph.watch_session();
     Ok((ceph, lost))
+}
+
+/// A client that knows where and as whom to begin a session.
+struct Connected {
+    client: Arc<Client>,
+    /// The library reads the key while it connects.
+    key: Option<OwnedFd>,
+}
+
+impl Connected {
+    fn connect(start: &Start<'_>, name: &str) -> Result<Connected, CephError> {
+        let id = start.id();
+        let client = Client::create(Some(&c_string(id, "--id")?))?;
+        configure(&client, start)?;
+        let key = provide_key(&client, &start.secrets)?;
+        client.init().map_err(|errno| CephError::Connect {
+            id: id.to_owned(),
+            errno,
+            advice: "check the monitors' addresses in --conf or --mon",
+        })?;
+        if !start.source.fs.is_empty() {
+            let fs = c_string(&start.source.fs, "the name of the file system")?;
+            client
+                .select_file_system(&fs)
+                .map_err(|errno| start.refused(errno))?;
+        }
+        client.set_uuid(&c_string(name, "the session's name")?);
+        Ok(Connected { client, key })
+    }
+
+    /// Begins the session in a thread. With `nobody`, the name of a session that never was, it returns
+    /// when the metadata servers are reached: asked for an object earlier, the library divides by
+    /// the number of servers it does not know yet (16.2.15).
+    fn mount(self, start: &Start<'_>, nobody: Option<&str>) -> Result<Mounting, CephError> {
+        let root = c_string(&start.source.path, "the path of the source")?;
+        let nobody = nobody
+            .map(|name| c_string(name, "the session's name"))
+            .transpose()?;
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let (reached, wait) = mpsc::sync_channel::<()>(1);
+        let work = move || {
+            let Connected { client, key } = self;
+            // All servers are asked, and say that there is none.
+            match nobody.map_or(Ok(()), |nobody| client.reclaim(&nobody)) {
+                Ok(()) | Err(Errno::ENOENT) => {}
+                Err(errno) => return sender.send(Err(errno)),
+            }
+            drop(reached);
+            let outcome = client.mount(&root);
+            drop((client, key));
+            sender.send(outcome)
+        };
+        std::thread::Builder::new()
+            .name("mount".into())
+            .spawn(work)
+            .map_err(CephError::Thread)?;
+        // Ends by itself when the channel is dropped, in whatever way.
+        let late = wait.recv_timeout(CONNECT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout);
+        Ok(Mounting(Mutex::new(State {
+            receiver,
+            outcome: late.then_some(Err(Errno::ETIMEDOUT)),
+        })))
+    }
+}
+
+/// A session that keeps what a dead generation held, and ends the dead ones.
+struct Keeper {
+    client: Arc<Client>,
+    mounting: Mounting,
+    found: Vec<Inode>,
+}
+
+impl Keeper {
+    fn begin(start: &Start<'_>) -> Result<Keeper, CephError> {
+        let name = keeper_of(&start.names.own);
+        let connected = Connected::connect(start, &name)?;
+        let client = connected.client.clone();
+        let mounting = connected.mount(start, Some(&format!("{name}-nobody")))?;
+        let held = Held::find(&start.restore, |vino| find_early(&client, vino, &mounting));
+        let opened = held.handles.into_iter().filter_map(|(_, inode)| inode);
+        let found = opened.chain(held.pinned.into_iter().map(|(_, inode)| inode));
+        Ok(Keeper {
+            found: found.collect(),
+            client,
+            mounting,
+        })
+    }
+
+    /// Ends the sessions of earlier generations, and of the keepers of those that died early.
+    fn end_the_dead(&self, start: &Start<'_>) -> Result<(), CephError> {
+        for old in &start.names.old {
+            for name in [old, &keeper_of(old)] {
+                match self.client.reclaim(&c_string(name, "a session's name")?) {
+                    Ok(()) | Err(Errno::ENOENT) => {}
+                    // Before the mount has come so far the cluster's own answer says more.
+                    Err(errno) => match self.mounting.outcome() {
+                        Err(cause) => return Err(start.refused(cause)),
+                        Ok(()) => return Err(CephError::Reclaim(errno)),
+                    },
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the session, in a thread: nobody needs to wait for it but who ends the process.
+    fn let_go(self) -> std::thread::JoinHandle<()> {
+        std::thread::spawn(move || {
+            let Keeper {
+                client,
+                mounting,
+                found,
+            } = self;
+            drop(found);
+            if mounting.outcome().is_ok()
+                && let Err(e) = client.unmount()
+            {
+                tracing::warn!("a session did not end in order: {e}");
+            }
+            if let Some(client) = Arc::into_inner(client) {
+                client.release();
+            }
+        })
+    }
+}
+
+/// Name of the session that keeps things for another.
+fn keeper_of(name: &str) -> String {
+    format!("{name}-keeper")
 }
 
 /// Configuration in the order of its weight: file, then the command line, then what must be so.
@@ -288,44 +415,11 @@ fn hear(frontend: &dyn Frontend, warm: &Warm, event: Event) {
 }
 
 /// A mount that is under way in its own thread.
-struct Mounting(parking_lot::Mutex<State>);
+struct Mounting(Mutex<State>);
 
 struct State {
     receiver: mpsc::Receiver<Result<(), Errno>>,
     outcome: Option<Result<(), Errno>>,
-}
-
-/// Begins the session in a thread. Returns when it is reached by the metadata servers, if there are
-/// dead ones to end: asked for an object earlier, the library divides by the number of servers it
-/// does not know yet (16.2.15).
-fn mount(client: &Arc<Client>, start: &Start<'_>) -> Result<Mounting, CephError> {
-    let root = c_string(&start.source.path, "the path of the source")?;
-    let nobody = c_string(&format!("{}-nobody", start.names.own), "the session's name")?;
-    let takes_over = !start.names.old.is_empty();
-    let (sender, receiver) = mpsc::sync_channel(1);
-    let (reached, wait) = mpsc::sync_channel::<()>(1);
-    let client = client.clone();
-    let work = move || {
-        if takes_over {
-            // All servers are asked for a session that never was, and say so.
-            match client.reclaim(&nobody) {
-                Ok(()) | Err(Errno::ENOENT) => {}
-                Err(errno) => return sender.send(Err(errno)),
-            }
-        }
-        drop(reached);
-        sender.send(client.mount(&root))
-    };
-    std::thread::Builder::new()
-        .name("mount".into())
-        .spawn(work)
-        .map_err(CephError::Thread)?;
-    // Ends by itself when the channel is dropped, in whatever way.
-    let late = wait.recv_timeout(CONNECT_LIMIT) == Err(mpsc::RecvTimeoutError::Timeout);
-    Ok(Mounting(parking_lot::Mutex::new(State {
-        receiver,
-        outcome: late.then_some(Err(Errno::ETIMEDOUT)),
-    })))
 }
 
 impl Mounting {
@@ -360,8 +454,8 @@ struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    fn find(client: &Arc<Client>, restore: &'a Restore, mounting: &Mounting) -> Held<'a> {
-        let find = |id: &Identity| vino(id).and_then(|vino| find_early(client, vino, mounting));
+    fn find(restore: &'a Restore, find: impl Fn(Vino) -> Option<Inode> + Sync) -> Held<'a> {
+        let find = |id: &Identity| vino(id).and_then(&find);
         let opened = each(&restore.handles, |handle| find(&handle.identity));
         let pinned = each(&restore.pinned, find);
         Held {
@@ -429,6 +523,12 @@ fn each<T: Sync, R: Send>(all: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     })
 }
 
+/// Looks an object up.
+fn find(client: &Arc<Client>, vino: Vino) -> Option<Inode> {
+    let found = client.find(vino);
+    found.map_err(|e| not_found(vino, e)).ok()
+}
+
 /// Looks an object up as soon as the session has begun far enough.
 fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
     let deadline = Instant::now() + CONNECT_LIMIT;
@@ -439,11 +539,18 @@ fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<I
                 std::thread::sleep(Duration::from_micros(500));
             }
             Err(e) => {
-                tracing::warn!("inode {:#x}, which was in use, is not found: {e}", vino.ino);
+                not_found(vino, e);
                 return None;
             }
         }
     }
+}
+
+fn not_found(vino: Vino, errno: Errno) {
+    tracing::warn!(
+        "inode {:#x}, which was in use, is not found: {errno}",
+        vino.ino
+    );
 }
 
 fn mount_error(source: &CephSource, id: &str, errno: Errno) -> CephError {
@@ -471,6 +578,30 @@ fn mount_error(source: &CephSource, id: &str, errno: Errno) -> CephError {
 }
 
 impl Ceph {
+    /// Notices that the session was ended also while nothing is asked of it: locks are lost, and
+    /// whoever has them must know.
+    fn watch_session(&self) {
+        let (client, root, superuser, frontend) = (
+            self.client.clone(),
+            self.root_id,
+            self.superuser.clone(),
+            self.frontend.clone(),
+        );
+        let work = move || {
+            let Some(root) = vino(&root).and_then(|vino| client.cached(vino)) else {
+                return;
+            };
+            loop {
+                std::thread::sleep(WATCH);
+                prove_session(&root, &superuser, &*frontend);
+            }
+        };
+        let thread = std::thread::Builder::new().name("watch".into());
+        if let Err(e) = thread.spawn(work) {
+            tracing::warn!("cannot start a thread: {e}");
+        }
+    }
+
     /// Opens the files of the last generation in the background. What is used earlier is opened
     /// earlier.
     fn open_pending(&self) {

@@ -4,6 +4,10 @@
 //! So a file is kept referred to after its last close, and an open of it does not cost the kernel
 //! its pages. One that this generation has not opened before, or did not know all the time, may have
 //! changed unseen: its first open drops them.
+//!
+//! What the library tells arrives a moment later than the change itself. So an open also drops the
+//! pages of a file whose version is not the one of the last open or close: what others did before it
+//! is seen, whatever is still on its way.
 
 use std::collections::HashMap;
 
@@ -22,6 +26,8 @@ struct File {
     trusted: bool,
     /// Its last name is gone: nothing may refer to it after its last close, or it lives on.
     doomed: bool,
+    /// Of the last open or close.
+    version: u64,
     closed_at: u64,
 }
 
@@ -38,14 +44,15 @@ pub(super) struct Warm(Mutex<State>);
 
 impl Warm {
     /// A file was opened. True if the kernel may keep its pages.
-    pub(super) fn opened(&self, vino: Vino, inode: Inode) -> bool {
+    pub(super) fn opened(&self, vino: Vino, inode: Inode, version: u64) -> bool {
         let mut state = self.0.lock();
         let state = &mut *state;
         match state.files.get_mut(&vino) {
             Some(file) => {
                 state.closed -= usize::from(file.opens == 0);
                 file.opens += 1;
-                std::mem::replace(&mut file.trusted, true)
+                let same = std::mem::replace(&mut file.version, version) == version;
+                std::mem::replace(&mut file.trusted, true) && same
             }
             None => {
                 state.files.insert(
@@ -55,6 +62,7 @@ impl Warm {
                         opens: 1,
                         trusted: true,
                         doomed: false,
+                        version,
                         closed_at: 0,
                     },
                 );
@@ -72,14 +80,15 @@ impl Warm {
             opens: 0,
             trusted: false,
             doomed: false,
+            version: 0,
             closed_at: 0,
         };
         let file = state.files.entry(vino).or_insert(fresh);
         file.opens += 1;
     }
 
-    /// A handle was closed.
-    pub(super) fn closed(&self, vino: Vino) {
+    /// A handle was closed, if it is known at which version.
+    pub(super) fn closed(&self, vino: Vino, version: Option<u64>) {
         let mut unused = None;
         {
             let mut state = self.0.lock();
@@ -89,6 +98,7 @@ impl Warm {
                 return;
             };
             file.opens = file.opens.saturating_sub(1);
+            file.version = version.unwrap_or(file.version);
             if file.opens > 0 {
                 return;
             }
