@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::tools::{entries, open_rw};
-use common::{Mount, PATIENCE, errno, within};
+use common::{Mount, PATIENCE, ceph_is_wanted, errno, within};
 use nix::mount::{MsFlags, mount, umount};
 use nix::sched::{CloneFlags, unshare};
 use nix::unistd::{Uid, setfsuid};
@@ -69,12 +69,15 @@ fn a_handle_whose_file_was_removed_behind_the_mount_fails_alone() {
     // As long as the generation lives that has it open, nothing is lost.
     works(&files[1]).unwrap();
     mount.replace_backend();
+    // CephFS keeps what a client has open, and the next session has it before the old one ends.
+    let gone = |now: Option<i32>| now == (!ceph_is_wanted()).then_some(libc::ESTALE);
     for round in 0..3 {
         works(&files[0]).unwrap();
         works(&files[2]).unwrap();
-        let lost = files[1].write_at(b"x", 0);
-        assert_eq!(errno(lost), Some(libc::ESTALE), "{round}");
-        assert_eq!(errno(entries(&stream, 60)), Some(libc::ESTALE), "{round}");
+        let lost = errno(files[1].write_at(b"x", 0));
+        assert!(gone(lost), "{round}: {lost:?}");
+        let lost = errno(entries(&stream, 60));
+        assert!(gone(lost), "{round}: {lost:?}");
         mount.replace_backend();
     }
     drop((files, stream));
@@ -311,6 +314,9 @@ fn a_hard_link_keeps_a_file_whose_other_name_goes() {
 
 #[test]
 fn a_temporary_file_lives_over_deaths_and_gets_a_name() {
+    if ceph_is_wanted() {
+        return; // CephFS has no files without a name
+    }
     let mount = Mount::new();
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(&mount.point, flags, Mode::RWXU).unwrap());
@@ -404,11 +410,14 @@ fn positions_in_files_and_directories_are_kept() {
     assert_eq!(&rest, b"456");
     mount.replace_backend();
     assert_eq!(file.stream_position().unwrap(), 7);
-    let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0)).unwrap();
-    assert!(hole < 1 << 20);
-    mount.replace_backend();
-    let data = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(hole)).unwrap();
-    assert!(data > hole);
+    // CephFS does not tell holes from data.
+    if !ceph_is_wanted() {
+        let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0)).unwrap();
+        assert!(hole < 1 << 20);
+        mount.replace_backend();
+        let data = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(hole)).unwrap();
+        assert!(data > hole);
+    }
     drop((file, dir));
     mount.end();
 }
