@@ -69,6 +69,12 @@ pub fn ceph_is_wanted() -> bool {
     std::env::var_os("EVERMOUNT_TEST_SOURCE").is_some_and(|kind| kind == "ceph")
 }
 
+/// The store knows locks of this kind. With CephFS `flock(2)` is the kernel's own: nobody else sees
+/// them, and no backend is asked.
+pub fn store_knows(lock: &str) -> bool {
+    lock != "flock" || !ceph_is_wanted()
+}
+
 impl Mount {
     /// A mount with default options.
     pub fn new() -> Mount {
