@@ -322,7 +322,14 @@ impl Core {
 
     /// Requests that were read and are not answered, without lock waiters.
     pub fn inflight(&self) -> usize {
-        self.outside.len() + self.slots.iter().flatten().filter(|s| !s.answered).count()
+        self.unanswered().count()
+    }
+
+    fn unanswered(&self) -> impl Iterator<Item = &Held> {
+        let slots = self.slots.iter().flatten().filter(|s| !s.answered);
+        let held = slots.map(|s| &s.held);
+        let all = held.chain(self.outside.iter().map(|o| &o.held));
+        all.filter(|held| !held.is_told_later())
     }
 
     /// Lock waiters.
@@ -332,11 +339,7 @@ impl Core {
 
     /// Arrival of the oldest request that is not answered.
     pub fn oldest(&self) -> Option<u64> {
-        let slots = self.slots.iter().flatten().filter(|s| !s.answered);
-        let slots = slots.map(|s| s.held.arrived);
-        slots
-            .chain(self.outside.iter().map(|o| o.held.arrived))
-            .min()
+        self.unanswered().map(|held| held.arrived).min()
     }
 
     /// Something may need attention by time.

@@ -271,7 +271,7 @@ impl Core {
     /// Lets go of the room a burst of requests took outside, now that nothing is held. True if the
     /// allocator may keep some, too.
     pub fn shrink(&mut self) -> bool {
-        if self.slack < SLACK_MAX || self.inflight() > 0 {
+        if self.slack < SLACK_MAX || self.inflight() > 0 || !self.outside.is_empty() {
             return false;
         }
         self.slack = 0;

@@ -57,6 +57,17 @@ impl LockEnd {
     }
 }
 
+impl Held {
+    /// An end its caller had its answer for in an outage ([`Core::tell_later`]).
+    pub(super) fn is_told_later(&self) -> bool {
+        let end = matches!(
+            self.opcode,
+            Opcode::Flush | Opcode::Release | Opcode::Releasedir
+        );
+        end && self.purpose == Purpose::Internal
+    }
+}
+
 impl Core {
     /// Everything the last generation held.
     pub fn restore(&self, io: &Io) -> Restore {
