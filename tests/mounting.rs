@@ -195,6 +195,11 @@ fn what_cannot_be_mounted_is_refused_with_one_clear_line_and_leaves_nothing() {
         ),
         (&["mount", "ceph:fs", "@/mnt"], 2, &["ceph:[FSNAME]/path"]),
         (
+            &["mount", "nfs:server/path", "@/mnt"],
+            2,
+            &["nfs", "dir:/path"],
+        ),
+        (
             &["mount", "exec:ceph-fuse", "@/mnt"],
             2,
             &["exec", "dir:/path"],

@@ -367,7 +367,6 @@ fn a_lock_never_has_two_owners_while_a_backend_dies_again_and_again() {
 }
 
 #[test]
-#[ignore = "a lock can be granted a moment before the kernel has dropped what is old"]
 fn what_was_written_under_a_lock_is_seen_by_its_next_owner() {
     counted_by_all(Cluster::shared(), "/counted-pages", false, false);
 }

@@ -187,7 +187,10 @@ impl Ceph {
             Some(file) => file,
             None => {
                 let vino = vino(&lock.identity).ok_or(Errno::ESTALE)?;
-                Arc::new(self.file_for_locks(&self.client.find(vino)?)?)
+                let file = self.file_for_locks(&self.client.find(vino)?)?;
+                // The only open file of it so far: later it cannot be asked.
+                self.warm.looked_at(vino, &file);
+                Arc::new(file)
             }
         };
         let typ = if lock.exclusive {

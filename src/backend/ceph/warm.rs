@@ -66,6 +66,11 @@ impl Warm {
         before.alone && may_cache && before.version == version
     }
 
+    /// A file was opened to look only.
+    pub(super) fn looked_at(&self, vino: Vino, file: &File) {
+        self.seen(vino, 0, file.may_cache(false), 0);
+    }
+
     /// A file that had the one version has the other one by a change of this client.
     fn grown(&self, vino: Vino, before: u64, after: u64) {
         if let Some(known) = self.0.lock().get_mut(&vino)
