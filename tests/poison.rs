@@ -86,14 +86,23 @@ impl Others {
     }
 }
 
-/// Carries out `act` while the order makes every backend abort that meets it.
+/// Carries out `act` while the order makes every backend die of its own doing that meets it.
 fn poisoned<T: Send + 'static>(
     mount: &Mount,
     order: &str,
     act: impl FnOnce(PathBuf) -> T + Send + 'static,
 ) -> T {
+    poisoned_by("abort", mount, order, act)
+}
+
+fn poisoned_by<T: Send + 'static>(
+    action: &str,
+    mount: &Mount,
+    order: &str,
+    act: impl FnOnce(PathBuf) -> T + Send + 'static,
+) -> T {
     let before = mount.wait("serving", |s| s.outage_ms.is_none());
-    mount.order(order, "abort always");
+    mount.order(order, &format!("{action} always"));
     let at = mount.point.clone();
     let result = within(PATIENCE, order, move || act(at));
     mount.cancel(order);
@@ -122,6 +131,17 @@ fn a_request_that_kills_its_backend_is_answered_eio_and_others_succeed() {
         fs::create_dir(mount.path("poison")).unwrap();
         fs::remove_dir(mount.path("poison")).unwrap();
     }
+    others.end();
+    mount.end();
+}
+
+#[test]
+fn a_request_that_takes_all_memory_takes_that_of_its_backend_only() {
+    let mount = Mount::with_args(&["--memory-limit", "1G"]);
+    let others = Others::new(&mount);
+    let order = "before-execution@MKDIR@huge";
+    let got = poisoned_by("eat", &mount, order, |at| fs::create_dir(at.join("huge")));
+    assert_eq!(errno(got), Some(libc::EIO));
     others.end();
     mount.end();
 }

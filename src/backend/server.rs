@@ -38,6 +38,9 @@ const STACK: usize = 2 << 20;
 /// A vault that does not answer for this long is a front-end that is gone.
 const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// A store may take this long to end what would outlive the process.
+pub const RETIRE_LIMIT: Duration = Duration::from_secs(30);
+
 /// Exit code of a backend that lost its store through no fault of a request (`EX_TEMPFAIL`).
 pub const EXIT_LOST: i32 = 75;
 
@@ -167,6 +170,13 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         }
     }
     if let Some(server) = serving.get() {
+        // The front-end may be gone, and the store may not answer.
+        let limit = std::thread::Builder::new().name("limit".into());
+        let _ = limit.spawn(|| {
+            std::thread::sleep(RETIRE_LIMIT);
+            tracing::error!("the store does not end its session; leaving it");
+            sys::exit_now(1)
+        });
         server.backend.retire();
     }
     Ok(())

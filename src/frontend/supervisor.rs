@@ -25,7 +25,7 @@ use super::mount::unmount;
 use super::notify::Stale;
 use super::sessions::Sessions;
 use crate::backend::VaultKey;
-use crate::backend::server::EXIT_LOST;
+use crate::backend::server::{EXIT_LOST, RETIRE_LIMIT};
 use crate::control::blob;
 use crate::control::message::{Attachment, LostLock, PROTOCOL, SessionNames, common_protocol};
 use crate::control::socket::Received;
@@ -46,7 +46,7 @@ const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A backend that was told to retire, or that closed its socket, has this long to exit.
 const EXIT_LIMIT: Duration = Duration::from_millis(500);
 /// As long as this if it has a session to end. Otherwise the store would wait for it for minutes.
-const SESSION_END_LIMIT: Duration = Duration::from_secs(30);
+const SESSION_END_LIMIT: Duration = RETIRE_LIMIT;
 /// Messages of a backend that are dealt with before anything else has its turn.
 const MESSAGES_PER_STEP: usize = 64;
 /// A backend that does not take an answer for this long is not worth waiting for.
