@@ -18,7 +18,7 @@
 //! * [`wire`]: the FUSE protocol, and what each operation means when it is issued twice.
 //! * [`region`]: what survives a death: slots, rings, tables. Nothing else is in shared memory.
 //! * [`pump`]: the way of a request: *admit* resolves it, *settle* does the bookkeeping of its reply.
-//! * [`backend`]: the trait, the server loop, and the stores ([`backend::dir`]).
+//! * [`backend`]: the trait, the server loop, and the stores ([`backend::dir`], [`backend::ceph`]).
 //! * [`frontend`]: the kernel connection, supervision, outage, takeover.
 //! * [`control`]: the sockets between the processes.
 //! * [`cli`]: one file per command.

@@ -70,7 +70,7 @@ pub enum ServeError {
     Dir(#[from] super::dir::DirError),
     /// The store could not be reached.
     #[error(transparent)]
-    Ceph(#[from] super::ceph::session::CephError),
+    Ceph(#[from] super::ceph::login::CephError),
     /// What the front-end sent cannot be read.
     #[error("cannot read what the front-end sent beside the attach: {0}")]
     Attachment(#[source] std::io::Error),

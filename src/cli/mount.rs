@@ -36,7 +36,8 @@ const MEMORY_MIN: u64 = 512 << 20;
 /// Mount SOURCE on the directory MOUNTPOINT.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to mount: dir:/path, or ceph:[FSNAME]/path
+    // Not as documentation, where brackets are links.
+    #[arg(help = "What to mount: dir:/path, or ceph:[FSNAME]/path")]
     source: Source,
     /// The directory to mount on
     mountpoint: PathBuf,
@@ -152,7 +153,7 @@ pub(super) fn secrets(files: &SecretFiles, options: &CephOptions) -> anyhow::Res
             }
             Some(Secret::Key(text))
         }
-        (None, None) => ceph::session::find_key(options, conf.as_ref()),
+        (None, None) => ceph::login::find_key(options, conf.as_ref()),
     };
     Ok(Secrets { conf, key })
 }

@@ -1,7 +1,8 @@
 //! The thin stable side: the kernel connection, supervision, outage, takeover.
 //!
-//! Three threads, all asleep when nothing happens: the reader and the writer on the kernel
-//! connection ([`kernel`]) and the supervisor ([`supervisor`]), around one state ([`core`]).
+//! Threads that are all asleep when nothing happens: the reader and the writer on the kernel connection
+//! ([`kernel`]), those that tell the kernel what is old ([`notify`]), and the supervisor
+//! ([`supervisor`]), around one state ([`core`]).
 //!
 //! When this process dies, the mount dies with it.
 

@@ -39,6 +39,7 @@ mod directory;
 pub mod ffi;
 mod files;
 mod locks;
+pub mod login;
 mod names;
 mod node;
 pub mod session;

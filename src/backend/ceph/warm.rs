@@ -1,7 +1,7 @@
 //! Whether the kernel may have pages of a file.
 //!
 //! With the right to cache a file this client is told when somebody else is about to change it
-//! ([`Ceph::on_stale`](super::session)); until then what the kernel has is right. While several clients
+//! ([`Client::listen`](super::client::Client::listen)); until then what the kernel has is right. While several clients
 //! have a file open and one of them writes, nobody has that right and nobody is told. So it is asked
 //! for ([`File::may_cache`]) when a file is opened, and as long as it is not there, what is read or
 //! written is taken back from the kernel at once.
@@ -88,7 +88,7 @@ impl Warm {
     }
 }
 
-/// As [`Ceph::opened_now`], for a handle of an earlier generation.
+/// As `Ceph::opened_now`, for a handle of an earlier generation.
 pub(super) fn reopened(warm: &Warm, vino: Vino, file: &File, writes: bool) {
     let may_cache = warm.is_alone(vino) || file.may_cache(writes);
     warm.seen(vino, 0, may_cache, 1);
