@@ -204,6 +204,7 @@ type Fh = *mut CephFh;
 type Dir = *mut CephDir;
 type Perms = *const CephPerms;
 type Str = *const c_char;
+type Recall = unsafe extern "C" fn(Fh, *mut c_void);
 
 functions! {
     version(*mut c_int, *mut c_int, *mut c_int) -> *const c_char;
@@ -257,7 +258,7 @@ functions! {
     rewinddir(Mount, Dir);
     seekdir(Mount, Dir, i64);
     set_deleg_timeout(Mount, u32) -> c_int;
-    ll_delegation(Mount, Fh, c_uint, unsafe extern "C" fn(Fh, *mut c_void), *mut c_void) -> c_int;
+    ll_delegation(Mount, Fh, c_uint, Recall, *mut c_void) -> c_int;
     ll_getlk(Mount, Fh, *mut libc::flock, u64) -> c_int;
     ll_setlk(Mount, Fh, *mut libc::flock, u64, c_int) -> c_int;
 }
