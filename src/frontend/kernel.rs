@@ -124,14 +124,19 @@ impl Shared {
                 replies.wait(None);
                 continue;
             };
-            // Not here: a notification may wait for a reply that this thread has to write.
-            match delivery.drops_pages() {
-                Some(nodeid) => {
-                    let stale = Stale::everything(nodeid);
-                    self.notifier.push_before(stale, delivery);
-                }
-                None => self.deliver(delivery),
+            self.hand_out(delivery);
+        }
+    }
+
+    /// Delivers a reply, if need be after the kernel has dropped pages. That is done elsewhere: a
+    /// notification may wait for a reply that this thread has to write.
+    pub fn hand_out(&self, delivery: Delivery) {
+        match delivery.drops_pages() {
+            Some(nodeid) => {
+                let stale = Stale::everything(nodeid);
+                self.notifier.push_before(stale, delivery);
             }
+            None => self.deliver(delivery),
         }
     }
 

@@ -562,7 +562,11 @@ impl Supervisor {
         let own_doing = status.as_ref().is_ok_and(|status| own_doing(*status));
         let mut core = self.shared.core.lock();
         let fruitful = core.backend_died(&self.shared.io, own_doing);
+        let after_notice = std::mem::take(&mut core.after_notice);
         drop(core);
+        for delivery in after_notice {
+            self.shared.hand_out(delivery);
+        }
         self.shared.made_room();
         let reason = backend.failed.unwrap_or_else(|| match &status {
             Ok(status) => describe(*status),

@@ -415,15 +415,18 @@ pub enum ClientError {
     Refused(#[from] Errno),
 }
 
+/// # Safety
+///
+/// `handle` is the listener that was leaked in [`Client::listen`].
 unsafe extern "C" fn on_data(handle: *mut libc::c_void, vino: Vino, off: i64, len: i64) {
-    // SAFETY: the handle is the listener that was leaked in `Client::listen`.
+    // SAFETY: the caller promises it.
     let listener: &Listener = unsafe { &*handle.cast_const().cast() };
     listener(vino, off, len);
 }
 
-unsafe extern "C" fn on_recall(_fh: *mut CephFh, _private: *mut libc::c_void) {}
+extern "C" fn on_recall(_fh: *mut CephFh, _private: *mut libc::c_void) {}
 
-unsafe extern "C" fn on_umask(_handle: *mut libc::c_void) -> libc::mode_t {
+extern "C" fn on_umask(_handle: *mut libc::c_void) -> libc::mode_t {
     UMASK.get()
 }
 

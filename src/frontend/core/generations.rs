@@ -23,6 +23,10 @@ impl Core {
                 && phase == Some(Phase::ReplyReady)
                 && let Some(delivery) = self.settle(io, index)
             {
+                if delivery.drops_pages().is_some() {
+                    self.after_notice.push(delivery);
+                    continue;
+                }
                 let taken = deliver(io, &delivery);
                 self.delivered(io, delivery, taken);
             }

@@ -213,6 +213,8 @@ pub struct Core {
     closed: VecDeque<(u64, u64)>,
     /// The store has sessions ([`sessions`]).
     sessions: bool,
+    /// Replies of a backend that died, to be delivered when the kernel has dropped pages.
+    pub after_notice: Vec<Delivery>,
     needs_paths: bool,
     policy: OutagePolicy,
     slots: Vec<Option<InSlot>>,
@@ -288,6 +290,7 @@ impl Core {
             unpin: Vec::new(),
             closed: VecDeque::new(),
             sessions,
+            after_notice: Vec::new(),
             needs_paths: false,
             policy,
             slots: (0..SLOTS).map(|_| None).collect(),

@@ -146,3 +146,24 @@ fn a_backend_that_dies_over_its_first_request_is_told_from_one_that_served() {
     ask(&mut core, &io, 2);
     assert!(!core.backend_died(&io, true), "it answered nothing");
 }
+
+#[test]
+fn a_reply_that_waits_for_a_notice_waits_for_it_when_its_backend_dies_as_well() {
+    let (mut core, io, mut kernel) = serving();
+    let index = ask(&mut core, &io, 2);
+    let slot = io.region.slot(index);
+    slot.set_reply(2, -libc::EACCES, 0);
+    let drops = slot.reply_drops_pages();
+    drops.store(1, std::sync::atomic::Ordering::Relaxed);
+    slot.set_phase(Phase::ReplyReady);
+    core.backend_died(&io, false);
+    kernel.set_nonblocking(true).unwrap();
+    assert!(kernel.read(&mut [0]).is_err(), "it was answered already");
+    kernel.set_nonblocking(false).unwrap();
+    let delivery = core.after_notice.pop().unwrap();
+    assert_eq!(delivery.drops_pages(), Some(ROOT_ID));
+    let taken = deliver(&io, &delivery);
+    core.delivered(&io, delivery, taken);
+    assert_eq!(answer(&mut kernel), (2, -libc::EACCES));
+    nothing_is_left(&core);
+}
