@@ -744,7 +744,6 @@ fn a_file_without_a_name_survives_an_eviction_or_fails_alone() {
 // ---- a cluster that fails --------------------------------------------------------------------
 
 #[test]
-#[ignore = "hangs now and then: the process that has files open is the one that starts the server again"]
 fn a_metadata_server_that_dies_is_waited_for() {
     let cluster = Cluster::start(&ClusterOptions {
         mgr: false,

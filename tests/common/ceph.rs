@@ -5,14 +5,17 @@
 //! static, which is never dropped.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use parking_lot::Mutex;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -54,6 +57,7 @@ impl Default for ClusterOptions<'_> {
 
 /// A running cluster.
 pub struct Cluster {
+    starter: Starter,
     dir: PathBuf,
     conf: PathBuf,
     keyring: PathBuf,
@@ -67,6 +71,7 @@ impl Cluster {
         // Clients of other users have to find their configuration.
         fs::set_permissions(&dir, fs::Permissions::from_mode(0o755)).unwrap();
         let cluster = Cluster {
+            starter: Starter::new(),
             conf: dir.join("ceph.conf"),
             keyring: dir.join("keyring"),
             dir,
@@ -241,13 +246,75 @@ impl Cluster {
     fn try_script(&self, command: &str, args: &[&str]) -> Output {
         // Later than its own deadline, after which it cleans up.
         let limit = (2 * PATIENCE).as_secs().to_string();
-        Command::new("timeout")
-            .args(["--kill-after=10", &limit, SCRIPT, command])
-            .arg(&self.dir)
-            .args(args)
-            .stdin(Stdio::null())
-            .output()
-            .unwrap()
+        let dir = self.dir.to_str().unwrap();
+        let script = ["timeout", "--kill-after=10", &limit, SCRIPT, command, dir];
+        self.starter.output(&[&script[..], args].concat())
+    }
+}
+
+/// A process that starts others for this one.
+///
+/// What is started from here has, until its program runs, all files this process has open, and closes
+/// them then. Of a file on a mount that waits for the cluster that waits as well: behind whoever is
+/// writing to it. So the cluster must not be helped by a process that is started here.
+struct Starter(Mutex<Child>);
+
+impl Starter {
+    fn new() -> Starter {
+        // A command is one line; the answer is a status and the names of files with what it wrote.
+        const PROGRAM: &str = r#"
+            dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
+            while IFS= read -r command; do
+              status=0
+              eval "$command" >"$dir/out" 2>"$dir/err" </dev/null || status=$?
+              echo "$status $dir"; IFS= read -r _ || exit
+            done"#;
+        let child = Command::new("bash")
+            .args(["-c", PROGRAM])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Starter(Mutex::new(child))
+    }
+
+    fn output(&self, words: &[&str]) -> Output {
+        let quoted = words
+            .iter()
+            .map(|word| format!("'{}'", word.replace('\'', r"'\''")))
+            .collect::<Vec<_>>();
+        let mut child = self.0.lock();
+        let mut answer = String::new();
+        writeln!(child.stdin.as_mut().unwrap(), "{}", quoted.join(" ")).unwrap();
+        // One byte at a time: nothing of the next answer is there before this one is acknowledged.
+        let mut byte = [0];
+        while byte != *b"\n" {
+            child
+                .stdout
+                .as_mut()
+                .unwrap()
+                .read_exact(&mut byte)
+                .unwrap();
+            answer.push(byte[0].into());
+        }
+        let (status, dir) = answer.trim().split_once(' ').unwrap();
+        let read = |name: &str| fs::read(Path::new(dir).join(name)).unwrap();
+        let output = Output {
+            status: ExitStatus::from_raw(status.parse::<i32>().unwrap() << 8),
+            stdout: read("out"),
+            stderr: read("err"),
+        };
+        writeln!(child.stdin.as_mut().unwrap(), "read").unwrap();
+        output
+    }
+}
+
+impl Drop for Starter {
+    fn drop(&mut self) {
+        let child = self.0.get_mut();
+        // The end of its input ends it.
+        drop(child.stdin.take());
+        let _ = child.wait();
     }
 }
 
