@@ -68,6 +68,7 @@ fn wanted() -> Wanted {
     wanted.extend([
         ("CEPH_STATX_BASIC_STATS", u64::from(ffi::STATX_BASIC)),
         ("CEPH_STATX_BTIME", u64::from(ffi::STATX_BTIME)),
+        ("CEPH_STATX_MTIME", u64::from(ffi::STATX_MTIME)),
         ("CEPH_STATX_VERSION", u64::from(ffi::STATX_VERSION)),
         ("AT_STATX_DONT_SYNC", u64::from(ffi::DONT_SYNC)),
         ("CEPH_DELEGATION_NONE", u64::from(ffi::delegation::NONE)),

@@ -24,6 +24,7 @@ use crate::control::message::{
     Secrets, SessionNames, Source, StaleRange,
 };
 use crate::control::socket::Conn;
+use crate::region::retained::Retained;
 use crate::region::slot::{Phase, Slot, SlotIndex};
 use crate::region::{Identity, Region, SLOTS};
 use crate::sys;
@@ -189,6 +190,7 @@ struct Given {
     session: SessionNames,
     restore: Restore,
     secrets: Secrets,
+    retained: Option<Retained>,
 }
 
 impl Given {
@@ -202,8 +204,13 @@ impl Given {
             session: SessionNames::default(),
             restore: Restore::default(),
             secrets: Secrets::default(),
+            retained: None,
         };
         for (attachment, fd) in attachments.into_iter().zip(fds) {
+            if attachment == Attachment::Retained {
+                given.retained = Some(Retained::open(fd).map_err(ServeError::Attachment)?);
+                continue;
+            }
             if attachment == Attachment::Secrets {
                 sys::keep_memory_private().map_err(ServeError::Attachment)?;
             }
@@ -218,6 +225,7 @@ impl Given {
                     given.secrets =
                         secrets.map_err(|e| ServeError::Attachment(std::io::Error::other(e)))?;
                 }
+                Attachment::Retained => {}
             }
         }
         Ok(given)
@@ -250,7 +258,7 @@ fn open(given: Given, link: &Arc<FrontendLink>) -> Result<Opened, ServeError> {
             })
         }
         Source::Ceph(source) => {
-            let opened = ceph::session::open(&ceph::session::Start {
+            let opened = ceph::session::open(ceph::session::Start {
                 source: &source,
                 options: &given.options.ceph,
                 timeouts: Timeouts {
@@ -260,6 +268,7 @@ fn open(given: Given, link: &Arc<FrontendLink>) -> Result<Opened, ServeError> {
                 names: &given.session,
                 secrets: given.secrets,
                 restore: given.restore,
+                retained: given.retained,
                 frontend: link.clone(),
             })?;
             Ok(Opened {

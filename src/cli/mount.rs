@@ -18,7 +18,7 @@ use zeroize::Zeroizing;
 use super::frontend::Report;
 use crate::backend::ceph;
 use crate::control::blob;
-use crate::control::message::{BackendOptions, CephOptions, Secret, SecretFiles, Secrets};
+use crate::control::message::{BackendOptions, CephOptions, Secret, SecretFiles, Secrets, Writes};
 use crate::control::mountinfo::{self, MountEntry};
 use crate::control::{Channel, Source};
 use crate::frontend::mount::{
@@ -90,6 +90,10 @@ struct CephArgs {
     /// Addresses of the monitors, instead of those in the configuration
     #[arg(long, value_name = "ADDRESSES")]
     mon: Option<String>,
+    /// When a write is acknowledged: when the cluster has it, or when it is retained in memory (this
+    /// machine's, until the cluster has it)
+    #[arg(long, value_enum, value_name = "WHEN")]
+    writes: Option<Writes>,
     /// One more option of the Ceph client; may be repeated
     #[arg(long, value_name = "NAME=VALUE", value_parser = ceph_option)]
     ceph_option: Vec<(String, String)>,
@@ -101,6 +105,7 @@ impl CephArgs {
         let texts = [&self.id, &self.mon];
         files.iter().all(|f| f.is_none())
             && texts.iter().all(|t| t.is_none())
+            && self.writes.is_none()
             && self.ceph_option.is_empty()
     }
 
@@ -109,6 +114,7 @@ impl CephArgs {
             id: self.id.clone(),
             mon: self.mon.clone(),
             conf: self.ceph_option.clone(),
+            writes: self.writes.unwrap_or_default(),
         }
     }
 

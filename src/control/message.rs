@@ -150,6 +150,19 @@ pub struct CephOptions {
     pub mon: Option<String>,
     /// Further options of the client, by name.
     pub conf: Vec<(String, String)>,
+    /// When a write is acknowledged.
+    pub writes: Writes,
+}
+
+/// When a write to a store on the network is acknowledged. Either way no death of a backend loses it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Writes {
+    /// When the store has it.
+    #[default]
+    Stored,
+    /// When it is retained in memory, until the store has it.
+    Retained,
 }
 
 /// Where configuration and key were read from, if it was said. They may be gone by now.
@@ -172,6 +185,8 @@ pub enum Attachment {
     Restore,
     /// A sealed memory file with [`Secrets`].
     Secrets,
+    /// The memory of [`region::retained`](crate::region::retained).
+    Retained,
 }
 
 /// Names of a store's sessions.

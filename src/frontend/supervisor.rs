@@ -10,7 +10,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command as Process, ExitStatus, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -27,13 +27,16 @@ use super::sessions::Sessions;
 use crate::backend::VaultKey;
 use crate::backend::server::{EXIT_LOST, RETIRE_LIMIT};
 use crate::control::blob;
-use crate::control::message::{Attachment, LostLock, PROTOCOL, SessionNames, common_protocol};
+use crate::control::message::{
+    Attachment, LostLock, PROTOCOL, SessionNames, Writes, common_protocol,
+};
 use crate::control::socket::Received;
 use crate::control::{
     BackendMessage, Command, CommandAnswer, Conn, ControlError, FrontendMessage, Listener, State,
     Status,
 };
 use crate::region::Identity;
+use crate::region::retained::Retained;
 use crate::sys;
 use crate::wire::Errno;
 
@@ -91,6 +94,8 @@ pub struct Supervisor {
     root: Option<Identity>,
     /// Configuration and key for the backend, sealed.
     secrets: Option<OwnedFd>,
+    /// Of a store that acknowledges before it is done.
+    retained: Option<Retained>,
     /// Of a store that has them.
     sessions: Option<Sessions>,
     reason: Option<String>,
@@ -108,6 +113,10 @@ impl Supervisor {
         sessions: Option<Sessions>,
     ) -> std::io::Result<Supervisor> {
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+        let retained = match config.backend.ceph.writes {
+            Writes::Retained => Some(Retained::create()?),
+            Writes::Stored => None,
+        };
         Ok(Supervisor {
             mountpoint: config.mount.mountpoint.clone(),
             signals: SignalFd::with_flags(&end_signals(), flags)?,
@@ -124,6 +133,7 @@ impl Supervisor {
             backend_version: None,
             root: None,
             secrets,
+            retained,
             sessions,
             reason: None,
             last_tick: Instant::now(),
@@ -481,6 +491,10 @@ impl Supervisor {
             attachments.push(Attachment::Secrets);
             fds.push(secrets.as_fd());
         }
+        if let Some(retained) = &self.retained {
+            attachments.push(Attachment::Retained);
+            fds.push(retained.as_fd());
+        }
         let attach = FrontendMessage::Attach {
             protocol,
             generation: backend.generation,
@@ -689,6 +703,10 @@ impl Supervisor {
         let ms = |ns: u64| ns as f64 / 1e6;
         let now = sys::monotonic_ns();
         let since = |then: u64| ms(now.saturating_sub(then));
+        let count = |counter: fn(&Retained) -> &AtomicU64| {
+            let retained = self.retained.as_ref();
+            retained.map_or(0, |r| counter(r).load(Ordering::Relaxed))
+        };
         let core = self.shared.core.lock();
         let outage = match core.service {
             Service::Serving => None,
@@ -719,6 +737,9 @@ impl Supervisor {
             open_dirs: core.tables.open_dirs(),
             locks: core.tables.locks(),
             lost_locks: core.counters.lost_locks,
+            conflicts: count(Retained::conflicts),
+            dropped_bytes: count(Retained::dropped_bytes),
+            unflushed_bytes: count(Retained::bytes),
             inodes: core.tables.inodes(),
             inflight: core.inflight() as u64,
             oldest_request_ms: core.oldest().map(since),
@@ -729,8 +750,6 @@ impl Supervisor {
             early_answers: core.counters.early_answers,
             waiters: core.waiters() as u64,
             restarts_failed: u64::from(self.failures),
-            // No backend keeps anything unflushed.
-            ..Status::default()
         }
     }
 

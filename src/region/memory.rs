@@ -134,6 +134,14 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
+    /// Copies a range of a memory in.
+    pub fn copy(&self, offset: usize, from: &Span<'_>) {
+        let to = self.at(offset, from.len());
+        // SAFETY: both in bounds of live mappings (a span is only made by `span`); they may be the same
+        // memory, so the ranges may overlap.
+        unsafe { std::ptr::copy(from.iov.iov_base.cast::<u8>(), to, from.len()) }
+    }
+
     /// Copies a struct out.
     pub fn get<T: FromBytes + IntoBytes + FromZeros>(&self, offset: usize) -> T {
         let mut value = T::new_zeroed();

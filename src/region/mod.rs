@@ -6,6 +6,8 @@
 //!   pool of payload chunks. Populated and locked before the first read.
 //! * the **table memory** ([`tables`]): inodes, handles and locks. Sparse, takes memory as it fills.
 //!
+//! And a third for stores that can be asked to acknowledge before they are done ([`retained`]).
+//!
 //! Only numbers and offsets live in here, never pointers or locks. Everything read from it is
 //! untrusted: copied once, checked, then used.
 //!
@@ -14,6 +16,7 @@
 
 pub mod identity;
 pub mod memory;
+pub mod retained;
 pub mod ring;
 pub mod slot;
 pub mod tables;

@@ -69,6 +69,12 @@ pub fn ceph_is_wanted() -> bool {
     std::env::var_os("EVERMOUNT_TEST_SOURCE").is_some_and(|kind| kind == "ceph")
 }
 
+/// When writes to a CephFS are to be acknowledged in tests that say nothing else
+/// (`EVERMOUNT_TEST_WRITES`).
+pub fn wanted_writes() -> Option<String> {
+    std::env::var("EVERMOUNT_TEST_WRITES").ok()
+}
+
 /// The store knows locks of this kind. With CephFS `flock(2)` is the kernel's own: nobody else sees
 /// them, and no backend is asked.
 pub fn store_knows(lock: &str) -> bool {
@@ -136,10 +142,11 @@ impl Mount {
             Store::Local(source) => source_args.push(format!("dir:{}", source.display())),
             Store::Ceph {
                 conf, directory, ..
-            } => source_args.extend([
-                format!("ceph:{directory}"),
-                format!("--conf={}", conf.display()),
-            ]),
+            } => {
+                source_args.push(format!("ceph:{directory}"));
+                source_args.push(format!("--conf={}", conf.display()));
+                source_args.extend(wanted_writes().map(|when| format!("--writes={when}")));
+            }
         }
         let log = dir.path().join("log");
         let output = Command::new(EVERMOUNT)

@@ -131,6 +131,10 @@ impl Ceph {
         if kills_setid(valid) {
             self.clear_setid(&inode)?;
         }
+        // What was written before must not be written again after these.
+        if mask & (setattr::SIZE | setattr::MTIME | setattr::MTIME_NOW) != 0 {
+            self.settle(&call.annex.node.identity)?;
+        }
         if mask != 0 {
             self.change(&inode, &st, mask, &perms)?;
         }

@@ -13,9 +13,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::ffi::{
     CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, DONT_SYNC, Functions, LIBRARY,
-    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_VERSION, Statx, Vino, delegation,
+    RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_MTIME, STATX_VERSION, Statx, Vino, delegation,
 };
 use crate::region::memory::{Span, iovecs};
+use crate::region::retained::Stamp;
 use crate::wire::Errno;
 
 /// What is asked of an object whenever attributes are wanted.
@@ -525,6 +526,18 @@ impl Inode {
     pub fn version(&self, known: bool, perms: &Perms) -> Result<u64, Errno> {
         let flags = if known { DONT_SYNC } else { 0 };
         Ok(self.ask(STATX_VERSION, flags, perms)?.version)
+    }
+
+    /// Version and modification time. `known`: as this client knows them, without asking.
+    pub fn stamp(&self, known: bool, perms: &Perms) -> Result<Stamp, Errno> {
+        let flags = if known { DONT_SYNC } else { 0 };
+        let st = self.ask(STATX_VERSION | STATX_MTIME, flags, perms)?;
+        Ok(Stamp {
+            version: st.version,
+            sec: st.mtime.tv_sec,
+            nsec: st.mtime.tv_nsec as u32,
+            timed: 1,
+        })
     }
 
     fn ask(&self, want: c_uint, flags: c_uint, perms: &Perms) -> Result<Statx, Errno> {

@@ -115,6 +115,8 @@ pub const DONT_SYNC: c_uint = 0x4000;
 /// `CEPH_STATX_BTIME`.
 pub const STATX_BTIME: c_uint = 0x800;
 
+/// `CEPH_STATX_MTIME`.
+pub const STATX_MTIME: c_uint = 0x40;
 /// `CEPH_STATX_VERSION`.
 pub const STATX_VERSION: c_uint = 0x1000;
 

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use zerocopy::IntoBytes;
@@ -17,6 +18,7 @@ use super::ffi::Vino;
 use super::node::vino;
 use super::warm::{Warm, reopened};
 use crate::backend::{Answer, Attempt, Call, Replayed};
+use crate::region::Identity;
 use crate::region::memory::{Span, total};
 use crate::region::slot::{HandleRef, Journal};
 use crate::wire::abi::{
@@ -43,21 +45,58 @@ pub(super) enum Handle {
 /// An open file.
 pub(super) struct OpenFile {
     pub(super) file: File,
-    vino: Vino,
+    pub(super) inode: Arc<Inode>,
+    pub(super) vino: Vino,
     /// It is open for writing.
     pub(super) writes: bool,
+    /// What is written is with the cluster when the library has written it.
+    pub(super) synchronous: bool,
+    failure: Failure,
+}
+
+impl OpenFile {
+    fn new(file: File, inode: Arc<Inode>, vino: Vino, flags: i32) -> OpenFile {
+        OpenFile {
+            file,
+            inode,
+            vino,
+            writes: writes(flags),
+            // `O_SYNC` has the bit of `O_DSYNC`.
+            synchronous: flags & (libc::O_DIRECT | libc::O_DSYNC) != 0,
+            failure: Failure::default(),
+        }
+    }
+}
+
+/// Why something that was acknowledged could not be written; told once.
+#[derive(Default)]
+pub(super) struct Failure(AtomicI32);
+
+impl Failure {
+    fn set(&self, errno: Errno) {
+        self.0.store(errno.raw(), Ordering::Relaxed);
+    }
+
+    fn take(&self) -> Result<(), Errno> {
+        match self.0.swap(0, Ordering::Relaxed) {
+            0 => Ok(()),
+            errno => Err(Errno::from_raw(errno)),
+        }
+    }
 }
 
 /// A handle of an earlier generation that was not opened yet.
 pub(super) struct Pending {
     /// The file, found before the old session ended; `None`: it was gone.
-    pub(super) inode: Option<Inode>,
+    pub(super) inode: Option<Arc<Inode>>,
     /// What it is.
     pub(super) vino: Option<Vino>,
     /// Flags it was opened with.
     pub(super) flags: i32,
     /// It is a directory.
     pub(super) directory: bool,
+    /// Of what an earlier generation acknowledged.
+    pub(super) failure: Failure,
 }
 
 enum Entry {
@@ -113,6 +152,34 @@ impl Handles {
         }
     }
 
+    /// What was written through any of a file's handles could not be kept.
+    pub(super) fn fail(&self, vino: Vino, errno: Errno) {
+        for entry in self.0.read().values() {
+            match entry {
+                Entry::Open(handle) => match &**handle {
+                    Handle::File(open) if open.vino == vino => open.failure.set(errno),
+                    _ => {}
+                },
+                Entry::Pending(pending) if pending.vino == Some(vino) => {
+                    pending.failure.set(errno);
+                }
+                Entry::Pending(_) => {}
+            }
+        }
+    }
+
+    /// Tells, once, that something written before could not be kept.
+    fn take_failure(&self, fh: u64) -> Result<(), Errno> {
+        match self.get(fh) {
+            Some(Ok(handle)) => match &*handle {
+                Handle::File(open) => open.failure.take(),
+                Handle::Directory(_) => Ok(()),
+            },
+            Some(Err(pending)) => pending.failure.take(),
+            None => Ok(()),
+        }
+    }
+
     fn remove(&self, fh: u64) -> Option<Arc<Handle>> {
         let entry = self.0.write().remove(&fh);
         match entry {
@@ -140,11 +207,12 @@ pub(super) fn restore(
     let handle = if pending.directory {
         Handle::Directory(Stream::new(inode.open_dir(superuser)?))
     } else {
-        Handle::File(OpenFile {
-            file: open_file(inode, sanitized(pending.flags), superuser, superuser)?,
-            vino,
-            writes: writes(pending.flags),
-        })
+        let file = open_file(inode, sanitized(pending.flags), superuser, superuser)?;
+        let open = OpenFile::new(file, inode.clone(), vino, pending.flags);
+        if let Err(errno) = pending.failure.take() {
+            open.failure.set(errno);
+        }
+        Handle::File(open)
     };
     let handle = handles.opened(fh, Arc::new(handle))?;
     if let Handle::File(open) = &*handle {
@@ -197,10 +265,11 @@ impl Ceph {
                     Opcode::Readdir | Opcode::Readdirplus | Opcode::Fsyncdir
                 );
                 let pending = Pending {
-                    inode: Some(self.inode(&call.annex.node)?),
+                    inode: Some(Arc::new(self.inode(&call.annex.node)?)),
                     vino: vino(&call.annex.node.identity),
                     flags: open_flags as i32,
                     directory,
+                    failure: Failure::default(),
                 };
                 self.handles.expect([(fh, pending)]);
             }
@@ -235,15 +304,14 @@ impl Ceph {
         if arg.open_flags & OPEN_KILL_SUIDGID != 0 {
             self.clear_setid(&inode)?;
         }
-        Ok(Answer::Opened(self.keep(fh, file, flags, vino, &inode)))
+        Ok(Answer::Opened(self.keep(fh, file, flags, vino, inode)))
     }
 
     /// Keeps an open file. Returns the bits for the kernel.
-    pub(super) fn keep(&self, fh: u64, file: File, flags: i32, vino: Vino, inode: &Inode) -> u32 {
-        let writes = writes(flags);
-        let keeps = self.opened_now(vino, inode, &file, writes);
-        self.handles
-            .insert(fh, Handle::File(OpenFile { file, vino, writes }));
+    pub(super) fn keep(&self, fh: u64, file: File, flags: i32, vino: Vino, inode: Inode) -> u32 {
+        let keeps = self.opened_now(vino, &inode, &file, writes(flags));
+        let open = OpenFile::new(file, Arc::new(inode), vino, flags);
+        self.handles.insert(fh, Handle::File(open));
         if keeps { FOPEN_KEEP_CACHE } else { 0 }
     }
 
@@ -269,14 +337,15 @@ impl Ceph {
         let placed = arg.write_flags & WRITE_CACHE != 0 || flags & libc::O_DIRECT != 0;
         let appends = flags & libc::O_APPEND != 0 && !placed;
         let written = self.with_file(call, |open| {
+            open.failure.take()?;
             if attempt.is_again() {
                 call.note(Replayed::Reissued);
             }
             let len = self.changing(open.vino, || {
                 if appends {
-                    self.append(call, arg.offset, &open.file, &data, attempt)
+                    self.append(call, arg.offset, open, &data, attempt)
                 } else {
-                    write_all(&open.file, &data, arg.offset)
+                    self.put(open, &data, arg.offset)
                 }
             })?;
             self.is_in_pages(open.vino, &open.file, open.writes, arg.offset, len);
@@ -292,6 +361,22 @@ impl Ceph {
         Ok(Answer::Data(out.as_bytes().to_vec()))
     }
 
+    /// Writes at an offset.
+    fn put(&self, open: &OpenFile, data: &[Span<'_>], offset: u64) -> Result<usize, Errno> {
+        match &self.retainer {
+            Some(retainer) => retainer.write(open, data, offset),
+            None => write_all(&open.file, data, offset),
+        }
+    }
+
+    /// Makes durable what is retained of a file: what comes now must come after it.
+    pub(super) fn settle(&self, identity: &Identity) -> Result<(), Errno> {
+        match (&self.retainer, vino(identity)) {
+            (Some(retainer), Some(vino)) => retainer.settle(vino),
+            _ => Ok(()),
+        }
+    }
+
     /// Appends, at the end the store knows: other clients append as well. The offset goes into the
     /// journal before the first byte goes into the file. A second attempt writes to the same place,
     /// unless somebody else has written there.
@@ -299,7 +384,7 @@ impl Ceph {
         &self,
         call: &Call<'_>,
         kernels_offset: u64,
-        file: &File,
+        open: &OpenFile,
         data: &[Span<'_>],
         attempt: Attempt<'_>,
     ) -> Result<usize, Errno> {
@@ -317,8 +402,10 @@ impl Ceph {
                 flags: journal.flags | OFFSET_TAKEN,
                 ..*journal
             });
-            return write_all(file, data, offset);
+            return self.put(open, data, offset);
         }
+        // Another file is opened to look: nothing is retained here.
+        self.settle(&call.annex.node.identity)?;
         let wanted: Vec<u8> = data.iter().flat_map(Span::to_vec).collect();
         let inode = self.inode(&call.annex.node)?;
         let there = self.read_behind(&inode, journal.offset)?;
@@ -332,7 +419,11 @@ impl Ceph {
         } else {
             (inode.stat(&self.superuser)?.size, 0)
         };
+        let file = &open.file;
         let more = file.write_bytes(&wanted[done..], offset + done as u64)?;
+        if self.retainer.is_some() {
+            file.sync(true)?;
+        }
         Ok(done + more)
     }
 
@@ -356,6 +447,7 @@ impl Ceph {
     /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         self.unlock_owner(call.annex.node.nodeid, arg.lock_owner)?;
+        self.handles.take_failure(call.annex.handle.fh)?;
         Ok(Answer::Empty)
     }
 
@@ -374,24 +466,48 @@ impl Ceph {
     /// afterwards: one that was evicted has dropped what it had and says so to nobody.
     pub(super) fn fsync(&self, call: &Call<'_>, arg: FsyncIn) -> Result<Answer, Errno> {
         let data_only = arg.fsync_flags & FSYNC_FDATASYNC != 0;
-        let inode = self.inode(&call.annex.node)?;
         match &*self.handle(call)? {
-            Handle::File(open) => open.file.sync(data_only)?,
-            Handle::Directory(_) => inode.sync(data_only)?,
+            Handle::File(open) => {
+                open.failure.take()?;
+                let retained = self.retainer.as_ref();
+                let retained = retained.and_then(|r| Some((r, r.newest(open.vino)?)));
+                let synced = open.file.sync(data_only);
+                self.prove_session(&open.inode);
+                match (retained, synced) {
+                    (Some((retainer, newest)), Ok(())) => retainer.durable(open.vino, newest),
+                    (Some((retainer, _)), Err(errno)) => {
+                        retainer.failed(open.vino, errno);
+                        // This handle is told now.
+                        let _ = open.failure.take();
+                    }
+                    (None, _) => {}
+                }
+                synced?;
+            }
+            Handle::Directory(_) => {
+                let inode = self.inode(&call.annex.node)?;
+                inode.sync(data_only)?;
+                self.prove_session(&inode);
+            }
         }
-        self.prove_session(&inode);
         Ok(Answer::Empty)
     }
 
     pub(super) fn syncfs(&self) -> Result<Answer, Errno> {
+        let retained = self.retainer.as_ref();
+        let newest = retained.map_or_else(Vec::new, |r| r.newest_of_all());
         self.client.sync()?;
         self.prove_session(&self.root);
+        for (vino, newest) in newest {
+            retained.inspect(|r| r.durable(vino, newest));
+        }
         Ok(Answer::Empty)
     }
 
     pub(super) fn fallocate(&self, call: &Call<'_>, arg: FallocateIn) -> Result<Answer, Errno> {
         let number = |n: u64| i64::try_from(n).map_err(|_| Errno::EFBIG);
         let (offset, length) = (number(arg.offset)?, number(arg.length)?);
+        self.settle(&call.annex.node.identity)?;
         self.with_file(call, |open| {
             open.file.allocate(arg.mode as i32, offset, length)?;
             // A new size is only noted down, and no object shows it.
@@ -422,7 +538,7 @@ impl Ceph {
 
 /// Writes all of it if the store has room; it takes a part only when something is wrong, and says
 /// what when it gets the rest. What was written by then counts.
-fn write_all(file: &File, data: &[Span<'_>], offset: u64) -> Result<usize, Errno> {
+pub(super) fn write_all(file: &File, data: &[Span<'_>], offset: u64) -> Result<usize, Errno> {
     let mut done = file.write(data, offset)?;
     if done < total(data) {
         let rest: Vec<u8> = data.iter().flat_map(Span::to_vec).skip(done).collect();

@@ -13,7 +13,7 @@ use zeroize::Zeroizing;
 
 use super::client::{Client, ClientError, Perms};
 use crate::control::blob;
-use crate::control::message::{CephOptions, CephSource, Secret, Secrets};
+use crate::control::message::{CephOptions, CephSource, Secret, Secrets, Writes};
 use crate::control::sessions;
 use crate::wire::Errno;
 
@@ -296,8 +296,13 @@ impl<'a> Login<'a> {
     pub(super) fn connect(&self, name: &str) -> Result<Connected, CephError> {
         let client = Client::create(Some(&c_string(self.id, "--id")?))?;
         configure(&client, self.options, self.secrets)?;
-        // A write that is acknowledged is with the store: this process may die at any time.
-        set(&client, "client_oc", "false")?;
+        // A write that is acknowledged is with the store, or it is retained: this process may die at
+        // any time.
+        let cache = match self.options.writes {
+            Writes::Stored => "false",
+            Writes::Retained => "true",
+        };
+        set(&client, "client_oc", cache)?;
         // The library's look whether a pool may be used at all writes to it, and so a new session waits
         // with its first read until a full pool is not full any more. Each write is told its own error
         // anyway.

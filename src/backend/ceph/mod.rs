@@ -15,8 +15,8 @@
 //! * `fcntl(2)` locks, in the session, with the files they were taken through ([`locks`]);
 //! * whether the kernel may have pages of a file ([`warm`]).
 //!
-//! Every write is with the object store when it is acknowledged (`client_oc = false`), so a death
-//! loses none.
+//! A write is with the object store when it is acknowledged (`client_oc = false`), or it is retained
+//! until it is ([`retain`]): a death loses none.
 //!
 //! Permissions are checked by the library, with the caller's uid, gid and groups ([`caller`]), as
 //! `ceph-fuse` does it.
@@ -42,6 +42,7 @@ mod locks;
 pub mod login;
 mod names;
 mod node;
+mod retain;
 pub mod session;
 mod verify;
 mod warm;
@@ -61,6 +62,7 @@ use self::client::{Client, Inode, Perms};
 use self::files::Handles;
 use self::locks::Locks;
 use self::node::Pins;
+use self::retain::Retainer;
 use self::warm::Warm;
 use super::convert::Timeouts;
 use super::{Answer, Attempt, Backend, Call, Frontend, Stripes};
@@ -86,6 +88,8 @@ pub struct Ceph {
     directories: OnceLock<Vec<Inode>>,
     warm: Arc<Warm>,
     locks: Locks,
+    /// Of a mount whose writes are acknowledged early.
+    retainer: Option<Arc<Retainer>>,
     /// Held over "look, then act" on one inode.
     inodes: Stripes,
     frontend: Arc<dyn Frontend>,
@@ -163,6 +167,9 @@ impl Backend for Ceph {
         let keeper = self.keeper.lock().take();
         if keeper.is_some_and(|keeper| keeper.join().is_err()) {
             tracing::warn!("the session of the keeper did not end in order");
+        }
+        if let Some(retainer) = &self.retainer {
+            retainer.finish();
         }
         if let Err(e) = self.client.unmount() {
             tracing::warn!("the session did not end in order: {e}");

@@ -128,7 +128,7 @@ impl Ceph {
                 // The mode may forbid what the creator may do.
                 let file = inode.open(sanitized(requested), &self.superuser)?;
                 let vino = vino_of(&st);
-                let flags = self.keep(call.annex.new_fh, file, requested, vino, &inode);
+                let flags = self.keep(call.annex.new_fh, file, requested, vino, inode);
                 let (entry, id) = self.entry(&st);
                 return Ok(Answer::Created(entry, id, flags));
             }
@@ -145,7 +145,7 @@ impl Ceph {
             made => made?,
         };
         let vino = vino_of(&st);
-        let flags = self.keep(call.annex.new_fh, file, requested, vino, &inode);
+        let flags = self.keep(call.annex.new_fh, file, requested, vino, inode);
         let (entry, id) = self.entry(&st);
         Ok(Answer::Created(entry, id, flags))
     }

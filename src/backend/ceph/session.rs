@@ -16,6 +16,7 @@
 //!    have it by now: it is lost, and those who believe to have it must know.
 //! 5. The backend serves. Files are opened when they are used, and the rest in the background.
 
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -24,10 +25,11 @@ use parking_lot::Mutex;
 use super::caller::Callers;
 use super::client::{Client, Inode, Perms};
 use super::ffi::{Vino, setattr};
-use super::files::{Handles, Pending, restore};
+use super::files::{Failure, Handles, Pending, restore};
 use super::locks::Locks;
 use super::login::{CLOSE_DEFAULT, CONNECT_LIMIT, CephError, Login, Mounting, c_string, set};
 use super::node::{Pins, identity, vino, vino_of};
+use super::retain::{self, Found, Retainer};
 use super::warm::Warm;
 use super::{Ceph, prove_session};
 use crate::backend::convert::Timeouts;
@@ -37,6 +39,7 @@ use crate::control::message::{
 };
 use crate::control::sessions;
 use crate::region::Identity;
+use crate::region::retained::{Log, Retained, Stamp};
 use crate::wire::Errno;
 
 /// How often an idle session is looked at. Mostly that costs nothing: the answer is known here.
@@ -58,6 +61,8 @@ pub struct Start<'a> {
     pub secrets: Secrets,
     /// What the last generation held.
     pub restore: Restore,
+    /// Of a mount whose writes are acknowledged early.
+    pub retained: Option<Retained>,
     /// Whom to tell.
     pub frontend: Arc<dyn Frontend>,
 }
@@ -73,24 +78,37 @@ pub struct Opened {
 }
 
 /// Begins a session and takes over what earlier ones held.
-pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
+pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
+    let retained = start.retained.take().map(|file| {
+        let (log, found) = Log::open(file);
+        let found = retain::by_file(&log, found);
+        (log, found)
+    });
+    let (log, found) = retained.unzip();
+    let found = found.unwrap_or_default();
+    let start = &start;
     let pins = Arc::new(Pins::default());
     let warm = Arc::new(Warm::default());
+    let retainer: Arc<OnceLock<Arc<Retainer>>> = Arc::default();
     let login = Login::new(start.source, start.options, &start.secrets);
     let connected = login.connect(&start.names.own)?;
     let (client, hurried) = (connected.client.clone(), connected.hurried);
     client.listen({
         let (frontend, warm) = (start.frontend.clone(), warm.clone());
+        let retainer = retainer.clone();
         move |vino, off, len| {
             warm.shared(vino);
+            if let Some(retainer) = retainer.get() {
+                retainer.given_back(vino);
+            }
             frontend.stale(&identity(vino), off, len);
         }
     });
     let mounting = connected.mount(&start.source.path, None)?;
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
-        Ok((None, Vec::new()))
+        Ok((None, Ended::default()))
     } else {
-        Keeper::begin(start, &login).map(|(keeper, ended)| (Some(keeper), ended))
+        Keeper::begin(start, &login, &found).map(|(keeper, ended)| (Some(keeper), ended))
     };
     mounting
         .outcome()
@@ -101,12 +119,22 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
             // From now on the session may take its time to end: it has something to write.
             set(&client, "client_shutdown_timeout", CLOSE_DEFAULT)?;
         }
-        let (ceph, lost_locks) =
-            begin(&client, start, keeper, pins, warm).map_err(|errno| login.mount_error(errno))?;
+        let begun = Begun {
+            client: &client,
+            keeper,
+            pins,
+            warm,
+            retained: log.map(|log| (log, found)),
+            alive: ended.alive,
+        };
+        let (ceph, lost_locks) = begin(begun, start).map_err(|errno| login.mount_error(errno))?;
+        if let Some(flusher) = &ceph.retainer {
+            let _ = retainer.set(flusher.clone());
+        }
         Ok(Opened {
             ceph,
             lost_locks,
-            ended,
+            ended: ended.abandoned,
         })
     });
     if begun.is_err() {
@@ -116,28 +144,40 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
     begun
 }
 
+/// Sessions that were ended.
+#[derive(Default)]
+struct Ended {
+    /// All those of dead generations were there: nobody could change what they had to themselves.
+    alive: bool,
+    /// Those of dead mounts that were there.
+    abandoned: Vec<String>,
+}
+
 /// Ends sessions of dead generations and of dead mounts, and those of the keepers of what died early.
-/// Returns those of dead mounts that were there.
 fn end_sessions(
     client: &Client,
     names: &SessionNames,
     mounting: &Mounting,
-) -> Result<Vec<String>, CephError> {
+) -> Result<Ended, CephError> {
+    let mut ended = Ended {
+        alive: true,
+        abandoned: Vec::new(),
+    };
     for old in &names.old {
         for name in [old, &keeper_of(old)] {
             match client.reclaim(&c_string(name, "a session's name")?) {
-                Ok(()) | Err(Errno::ENOENT) => {}
+                Ok(()) => {}
+                Err(Errno::ENOENT) => ended.alive &= name != old,
                 // Before the mount has come so far the cluster's own answer says more.
-                Err(_) if mounting.outcome().is_err() => return Ok(Vec::new()),
+                Err(_) if mounting.outcome().is_err() => return Ok(ended),
                 Err(errno) => return Err(CephError::Reclaim(errno)),
             }
         }
     }
-    let mut ended = Vec::new();
     for abandoned in &names.abandoned {
         for name in [abandoned, &keeper_of(abandoned)] {
             match client.reclaim(&c_string(name, "a session's name")?) {
-                Ok(()) => ended.push(abandoned.clone()),
+                Ok(()) => ended.abandoned.push(abandoned.clone()),
                 // Of another cluster, or gone.
                 Err(Errno::ENOENT) => {}
                 Err(_) if mounting.outcome().is_err() => return Ok(ended),
@@ -172,17 +212,30 @@ pub fn end_abandoned(
         .outcome()
         .map_err(|errno| login.mount_error(errno))?;
     let _ = client.unmount();
-    ended
+    Ok(ended?.abandoned)
 }
 
-/// Takes over in a session that has begun.
-fn begin(
-    client: &Arc<Client>,
-    start: &Start<'_>,
+/// What a session has that is about to take over.
+struct Begun<'a> {
+    client: &'a Arc<Client>,
     keeper: Option<Keeper>,
     pins: Arc<Pins>,
     warm: Arc<Warm>,
-) -> Result<(Ceph, Vec<LostLock>), Errno> {
+    retained: Option<(Log, Found)>,
+    /// [`Ended::alive`].
+    alive: bool,
+}
+
+/// Takes over in a session that has begun.
+fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), Errno> {
+    let Begun {
+        client,
+        keeper,
+        pins,
+        warm,
+        retained,
+        alive,
+    } = begun;
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
     if let Err(e) = client.enable_may_cache() {
@@ -194,6 +247,16 @@ fn begin(
     let acls = client
         .conf(c"client_acl_type")
         .is_ok_and(|kind| kind == "posix_acl");
+    let handles: Arc<Handles> = Arc::default();
+    let mut found = Found::new();
+    let retainer = match retained {
+        None => None,
+        Some((log, before)) => {
+            found = before;
+            let new = Retainer::new(log, client, &superuser, &start.frontend, &handles)?;
+            Some(Arc::new(new))
+        }
+    };
     let ceph = Ceph {
         client: client.clone(),
         root,
@@ -202,20 +265,29 @@ fn begin(
         callers: Callers::default(),
         timeouts: start.timeouts,
         acls,
-        handles: Arc::default(),
+        handles,
         pins,
         directories: OnceLock::new(),
         warm,
         locks: Locks::default(),
+        retainer,
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
         keeper: Mutex::default(),
     };
     // At once: until then anybody can take them.
     let lost = ceph.restore_locks(&start.restore.locks);
-    set_times(client, &start.restore.times, &ceph.superuser);
     let held = Held::find(&start.restore, |vino| find(client, vino));
     held.hand_over(&ceph.handles, &ceph.pins);
+    if let Some(retainer) = &ceph.retainer {
+        let seen = keeper.as_ref().map(|keeper| &keeper.seen);
+        retainer.write_again(found, seen.unwrap_or(&HashMap::new()), alive);
+        spawn("flush", {
+            let retainer = retainer.clone();
+            move || retainer.flush()
+        });
+    }
+    set_times(client, &start.restore.times, &ceph.superuser);
     let directories = each(&start.restore.directories, |id| find(client, vino(id)?));
     let _ = ceph
         .directories
@@ -231,20 +303,30 @@ struct Keeper {
     client: Arc<Client>,
     mounting: Mounting,
     found: Vec<Inode>,
+    /// Files with retained writes, as they were before the dead sessions were ended.
+    seen: HashMap<Vino, Stamp>,
 }
 
 impl Keeper {
-    /// Returns the sessions of dead mounts that it ended, too.
-    fn begin(start: &Start<'_>, login: &Login<'_>) -> Result<(Keeper, Vec<String>), CephError> {
+    /// Returns the sessions that it ended, too.
+    fn begin(
+        start: &Start<'_>,
+        login: &Login<'_>,
+        retained: &Found,
+    ) -> Result<(Keeper, Ended), CephError> {
         let name = keeper_of(&start.names.own);
         let connected = login.connect(&name)?;
         let client = connected.client.clone();
         let mounting = connected.mount(&start.source.path, Some(&format!("{name}-nobody")))?;
         let held = Held::find(&start.restore, |vino| find_early(&client, vino, &mounting));
+        let superuser = Perms::new(&client, 0, 0, &[]).map_err(|errno| login.mount_error(errno))?;
+        let look = |vino| find_early(&client, vino, &mounting);
+        let (seen, written) = retain::look(retained, &superuser, look);
         let opened = held.handles.into_iter().filter_map(|(_, inode)| inode);
-        let found = opened.chain(held.pinned.into_iter().map(|(_, inode)| inode));
+        let pinned = held.pinned.into_iter().map(|(_, inode)| inode);
         let keeper = Keeper {
-            found: found.collect(),
+            found: opened.chain(pinned).chain(written).collect(),
+            seen,
             client,
             mounting,
         };
@@ -259,6 +341,7 @@ impl Keeper {
                 client,
                 mounting,
                 found,
+                ..
             } = self;
             drop(found);
             if mounting.outcome().is_ok()
@@ -300,10 +383,11 @@ impl<'a> Held<'a> {
     fn hand_over(self, handles: &Handles, pins: &Pins) {
         handles.expect(self.handles.into_iter().map(|(handle, inode)| {
             let pending = Pending {
-                inode,
+                inode: inode.map(Arc::new),
                 vino: vino(&handle.identity),
                 flags: handle.open_flags as i32,
                 directory: handle.directory,
+                failure: Failure::default(),
             };
             (handle.fh, pending)
         }));
@@ -340,7 +424,7 @@ fn set_time(client: &Arc<Client>, time: &HeldTime, superuser: &Perms) -> Result<
 }
 
 /// Does something with each of many, several at a time, in order.
-fn each<T: Sync, R: Send>(all: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+pub(super) fn each<T: Sync, R: Send>(all: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let share = all.len().div_ceil(THREADS).max(1);
     let work = &work;
     std::thread::scope(|scope| {
@@ -377,6 +461,13 @@ fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<I
     }
 }
 
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+    let thread = std::thread::Builder::new().name(name.into());
+    if let Err(e) = thread.spawn(work) {
+        tracing::warn!("cannot start a thread: {e}");
+    }
+}
+
 fn not_found(vino: Vino, errno: Errno) {
     tracing::warn!(
         "inode {:#x}, which was in use, is not found: {errno}",
@@ -403,10 +494,7 @@ impl Ceph {
                 prove_session(&root, &superuser, &*frontend);
             }
         };
-        let thread = std::thread::Builder::new().name("watch".into());
-        if let Err(e) = thread.spawn(work) {
-            tracing::warn!("cannot start a thread: {e}");
-        }
+        spawn("watch", work);
     }
 
     /// Opens the files of the last generation in the background. What is used earlier is opened
@@ -427,9 +515,6 @@ impl Ceph {
                 let _ = restore(&handles, &warm, &superuser, fh);
             }
         };
-        let thread = std::thread::Builder::new().name("reopen".into());
-        if let Err(e) = thread.spawn(work) {
-            tracing::warn!("cannot start a thread: {e}");
-        }
+        spawn("reopen", work);
     }
 }

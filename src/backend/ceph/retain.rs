@@ -1,0 +1,485 @@
+//! Writes that are acknowledged before the cluster has them.
+//!
+//! With the library's cache on, a write is fast because it stays in the memory of this process. So that
+//! it outlives the process all the same, it is *retained* ([`Log`]) until the library has flushed it;
+//! the next generation writes again what a dead one retained. Three questions decide what that is
+//! allowed to do (all answers measured with 16.2.15):
+//!
+//! **May a write be retained?** Only as long as nobody else can have changed the file: with the right to
+//! write without telling anybody ([`may_cache`](super::client::File::may_cache)), before the write and after it, and if the
+//! version of the file grew by exactly one. Any other write is with the cluster when it is
+//! acknowledged, and nothing older of its file stays retained.
+//!
+//! **When is a write durable?** When a flush that began after it has succeeded, and then attributes
+//! could be asked of the server: a session that was evicted has dropped everything and says "done".
+//! A notice that others want the file makes a flush begin at once.
+//!
+//! **What if the session dies?** The metadata server lets nobody change the file as long as the dead
+//! session exists; before it is ended, the [`Keeper`](super::session) looks how the file is. What was
+//! modified by somebody else by then, who can only have come when this client had flushed, is left
+//! alone. What changes after that, or after an eviction, met writes that the cluster never got: they
+//! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. Otherwise
+//! they are written again, in order, and the file has the time of the last of them.
+//!
+//! A flush that fails for good (no space, quota) is told to every open handle once; what could not be
+//! written is dropped and counted.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::client::{Client, Inode, Perms};
+use super::ffi::{Vino, setattr};
+use super::files::{Handles, OpenFile, write_all};
+use super::node::{identity, vino};
+use super::prove_session;
+use super::session::each;
+use crate::backend::{Frontend, Stripes};
+use crate::region::memory::Span;
+use crate::region::retained::{Entry, Log, Record, Stamp};
+use crate::wire::Errno;
+
+/// What is retained for so long is flushed. The library begins after five seconds by itself.
+const AGE: Duration = Duration::from_secs(2);
+/// How often ages are looked at.
+const TICK: Duration = Duration::from_millis(250);
+/// Of more files than this not each one is flushed, but all that this client has.
+const ONE_BY_ONE: usize = 16;
+
+/// What is retained of a file.
+struct Unflushed {
+    /// Oldest first, with their sequence numbers.
+    entries: VecDeque<(Entry, u64)>,
+    since: Instant,
+    /// The file after the last of them.
+    last: Stamp,
+    /// Somebody else wants the file.
+    urgent: bool,
+}
+
+/// See the module.
+pub(super) struct Retainer {
+    log: Log,
+    client: Arc<Client>,
+    root: Inode,
+    superuser: Arc<Perms>,
+    frontend: Arc<dyn Frontend>,
+    handles: Arc<Handles>,
+    files: Mutex<HashMap<Vino, Unflushed>>,
+    /// Something is to be flushed.
+    bell: Condvar,
+    /// Held over a write and what is noted of it.
+    busy: Stripes,
+    /// The session is about to be ended.
+    finished: AtomicBool,
+}
+
+/// What dead generations retained of one file.
+pub(super) type Found = HashMap<Vino, Vec<(Entry, Record)>>;
+
+/// What became of it.
+enum Outcome {
+    /// It is there, or nobody can see it any more.
+    Done,
+    /// Somebody else has changed the file.
+    Conflict,
+    /// It cannot be written.
+    Failed(Errno),
+}
+
+/// Sorts what was found by file.
+pub(super) fn by_file(log: &Log, found: Vec<(Entry, Record)>) -> Found {
+    let mut files = Found::new();
+    for (entry, record) in found {
+        match vino(&record.identity) {
+            Some(vino) => files.entry(vino).or_default().push((entry, record)),
+            None => {
+                tracing::error!("a retained write of no file is dropped");
+                log.remove(entry);
+            }
+        }
+    }
+    files
+}
+
+impl Retainer {
+    pub(super) fn new(
+        log: Log,
+        client: &Arc<Client>,
+        superuser: &Arc<Perms>,
+        frontend: &Arc<dyn Frontend>,
+        handles: &Arc<Handles>,
+    ) -> Result<Retainer, Errno> {
+        Ok(Retainer {
+            log,
+            client: client.clone(),
+            root: client.root()?,
+            superuser: superuser.clone(),
+            frontend: frontend.clone(),
+            handles: handles.clone(),
+            files: Mutex::default(),
+            bell: Condvar::new(),
+            busy: Stripes::default(),
+            finished: AtomicBool::new(false),
+        })
+    }
+
+    // ---- writing -----------------------------------------------------------------------------
+
+    /// Writes; what is not durable then is retained. Returns the bytes written.
+    pub(super) fn write(
+        &self,
+        open: &OpenFile,
+        data: &[Span<'_>],
+        offset: u64,
+    ) -> Result<usize, Errno> {
+        let vino = open.vino;
+        let _alone = self.busy.lock(vino);
+        if open.synchronous || !open.file.may_cache(true) {
+            return self.write_through(open, data, offset);
+        }
+        let before = open.inode.stamp(true, &self.superuser)?;
+        if self.is_behind(vino, before) {
+            self.settle(vino)?;
+        }
+        let expected = Stamp {
+            version: before.version + 1,
+            ..Stamp::default()
+        };
+        let id = identity(vino);
+        let Some((entry, sequence)) = self.log.add(id, data, offset, before, expected) else {
+            return self.write_through(open, data, offset);
+        };
+        let written = write_all(&open.file, data, offset);
+        match written {
+            Ok(0) | Err(_) => {
+                self.log.remove(entry);
+                return written;
+            }
+            Ok(len) => self.log.shorten(entry, len),
+        }
+        let after = open.inode.stamp(true, &self.superuser).unwrap_or(expected);
+        self.log.set_after(entry, after);
+        self.note(vino, [(entry, sequence)], after);
+        if after.version != expected.version || !open.file.may_cache(true) {
+            self.settle(vino)?;
+        } else if self.log.is_filling() {
+            self.bell.notify_one();
+        }
+        written
+    }
+
+    /// Writes, and has the cluster have it. Nothing older stays retained: it must not be written again
+    /// after this.
+    fn write_through(
+        &self,
+        open: &OpenFile,
+        data: &[Span<'_>],
+        offset: u64,
+    ) -> Result<usize, Errno> {
+        self.settle(open.vino)?;
+        let written = write_all(&open.file, data, offset)?;
+        if !open.synchronous {
+            open.file.sync(true)?;
+        }
+        prove_session(&open.inode, &self.superuser, &*self.frontend);
+        Ok(written)
+    }
+
+    /// Something else than the last retained write has modified the file.
+    fn is_behind(&self, vino: Vino, now: Stamp) -> bool {
+        let files = self.files.lock();
+        let last = files.get(&vino).map(|file| file.last);
+        last.is_some_and(|last| last.version != now.version && !last.is_of_same_time(now))
+    }
+
+    /// Writes were carried out, and are retained.
+    fn note(&self, vino: Vino, entries: impl IntoIterator<Item = (Entry, u64)>, last: Stamp) {
+        let mut files = self.files.lock();
+        let file = files.entry(vino).or_insert_with(|| Unflushed {
+            entries: VecDeque::new(),
+            since: Instant::now(),
+            last,
+            urgent: false,
+        });
+        file.entries.extend(entries);
+        file.last = last;
+    }
+
+    // ---- flushing ----------------------------------------------------------------------------
+
+    /// The newest retained write of a file, if there is one: a flush that begins now covers it.
+    pub(super) fn newest(&self, vino: Vino) -> Option<u64> {
+        let files = self.files.lock();
+        Some(files.get(&vino)?.entries.back()?.1)
+    }
+
+    /// Makes durable what is retained of a file.
+    pub(super) fn settle(&self, vino: Vino) -> Result<(), Errno> {
+        let Some(newest) = self.newest(vino) else {
+            return Ok(());
+        };
+        // What has left the library's cache has been flushed, if the session lives.
+        let flushed = match self.client.cached(vino) {
+            Some(inode) => inode.sync(false),
+            None => Ok(()),
+        };
+        prove_session(&self.root, &self.superuser, &*self.frontend);
+        match flushed {
+            Ok(()) => self.durable(vino, newest),
+            Err(errno) => self.failed(vino, errno),
+        }
+        flushed
+    }
+
+    /// A flush that covers the writes of a file up to this one has succeeded.
+    pub(super) fn durable(&self, vino: Vino, newest: u64) {
+        let mut files = self.files.lock();
+        let Some(file) = files.get_mut(&vino) else {
+            return;
+        };
+        while let Some((entry, sequence)) = file.entries.front().copied()
+            && sequence <= newest
+        {
+            self.log.remove(entry);
+            file.entries.pop_front();
+        }
+        file.since = Instant::now();
+        file.urgent = false;
+        if file.entries.is_empty() {
+            files.remove(&vino);
+        }
+    }
+
+    /// A file cannot be written, for good.
+    pub(super) fn failed(&self, vino: Vino, errno: Errno) {
+        let file = self.files.lock().remove(&vino);
+        let Some(file) = file else {
+            return;
+        };
+        self.handles.fail(vino, errno);
+        self.drop_all(file.entries.into_iter().map(|(entry, _)| entry));
+        tracing::error!(
+            "writes to inode {:#x} that were acknowledged could not be written: {errno}",
+            vino.ino
+        );
+    }
+
+    fn drop_all(&self, entries: impl IntoIterator<Item = Entry>) {
+        let dropped: u64 = entries.into_iter().map(|e| self.log.remove(e)).sum();
+        let count = self.log.file().dropped_bytes();
+        count.fetch_add(dropped, Ordering::Relaxed);
+    }
+
+    /// The newest retained write of every file.
+    pub(super) fn newest_of_all(&self) -> Vec<(Vino, u64)> {
+        let files = self.files.lock();
+        let newest = files.iter().filter_map(|(vino, file)| {
+            let (_, sequence) = file.entries.back()?;
+            Some((*vino, *sequence))
+        });
+        newest.collect()
+    }
+
+    /// Somebody else wants the file: what is retained of it is on its way to the cluster.
+    pub(super) fn given_back(&self, vino: Vino) {
+        if let Some(file) = self.files.lock().get_mut(&vino) {
+            file.urgent = true;
+            self.bell.notify_one();
+        }
+    }
+
+    /// Flushes everything, for the last time.
+    pub(super) fn finish(&self) {
+        let files = self.newest_of_all();
+        // What cannot be written is reported and counted there.
+        each(&files, |(vino, _)| self.settle(*vino));
+        self.finished.store(true, Ordering::Relaxed);
+    }
+
+    /// Flushes what is old, or wanted, or too much, until [`finish`](Retainer::finish).
+    pub(super) fn flush(&self) {
+        loop {
+            let due = self.due();
+            if self.finished.load(Ordering::Relaxed) {
+                return;
+            }
+            if due.len() <= ONE_BY_ONE {
+                each(&due, |vino| self.settle(*vino));
+                continue;
+            }
+            let newest = self.newest_of_all();
+            let flushed = self.client.sync();
+            prove_session(&self.root, &self.superuser, &*self.frontend);
+            if flushed.is_ok() {
+                for (vino, newest) in newest {
+                    self.durable(vino, newest);
+                }
+            } else {
+                // Each is told its own error.
+                each(&due, |vino| self.settle(*vino));
+            }
+        }
+    }
+
+    /// Waits for files that are to be flushed.
+    fn due(&self) -> Vec<Vino> {
+        let mut files = self.files.lock();
+        loop {
+            let everything = self.log.is_filling();
+            let due = files
+                .iter()
+                .filter(|(_, file)| everything || file.urgent || file.since.elapsed() >= AGE);
+            let due: Vec<Vino> = due.map(|(vino, _)| *vino).collect();
+            if !due.is_empty() {
+                return due;
+            }
+            if files.is_empty() {
+                self.log.shrink();
+                // Long enough for what comes now to be worth a look.
+                self.bell.wait_for(&mut files, AGE);
+            } else {
+                self.bell.wait_for(&mut files, TICK);
+            }
+        }
+    }
+
+    // ---- after a death -----------------------------------------------------------------------
+
+    /// Writes again what a dead generation retained. `seen`: how the files were before its session was
+    /// ended; `alive`: it still existed then.
+    pub(super) fn write_again(&self, found: Found, seen: &HashMap<Vino, Stamp>, alive: bool) {
+        let files: Vec<(Vino, Vec<(Entry, Record)>)> = found.into_iter().collect();
+        each(&files, |(vino, records)| {
+            let outcome = self.write_file_again(*vino, records, seen.get(vino), alive);
+            let entries = || records.iter().map(|(entry, _)| *entry);
+            match outcome {
+                Ok(Outcome::Done) => {}
+                Ok(Outcome::Conflict) => {
+                    tracing::warn!(
+                        "inode {:#x} was changed by another client before what was acknowledged here \
+                         was written; that is dropped",
+                        vino.ino
+                    );
+                    let count = self.log.file().conflicts();
+                    count.fetch_add(1, Ordering::Relaxed);
+                    self.handles.fail(*vino, Errno::EIO);
+                    self.drop_all(entries());
+                }
+                Ok(Outcome::Failed(errno)) | Err(errno) => {
+                    prove_session(&self.root, &self.superuser, &*self.frontend);
+                    tracing::error!(
+                        "writes to inode {:#x} that were acknowledged could not be written again: \
+                         {errno}",
+                        vino.ino
+                    );
+                    self.handles.fail(*vino, errno);
+                    self.drop_all(entries());
+                }
+            }
+        });
+    }
+
+    fn write_file_again(
+        &self,
+        vino: Vino,
+        records: &[(Entry, Record)],
+        seen: Option<&Stamp>,
+        alive: bool,
+    ) -> Result<Outcome, Errno> {
+        let release = || {
+            for (entry, _) in records {
+                self.log.remove(*entry);
+            }
+            Ok(Outcome::Done)
+        };
+        let inode = match self.client.find(vino) {
+            Ok(inode) => inode,
+            // It has no name and nobody has it.
+            Err(Errno::ESTALE | Errno::ENOENT) => return release(),
+            Err(errno) => return Err(errno),
+        };
+        let (Some(seen), Some((_, first)), Some((_, last))) =
+            (seen, records.first(), records.last())
+        else {
+            return Ok(Outcome::Conflict);
+        };
+        let known = |stamp: Stamp| {
+            let records = records.iter().flat_map(|(_, r)| [r.before, r.after]);
+            records.into_iter().any(|own| own.is_of_same_time(stamp))
+        };
+        if alive && !known(*seen) && seen.version > last.after.version {
+            // Whoever did that came after our flush.
+            return release();
+        }
+        // Its size, too, before it is opened for writing.
+        inode.stat(&self.superuser)?;
+        let now = inode.stamp(false, &self.superuser)?;
+        let unchanged = if alive {
+            now.version == seen.version
+        } else {
+            now.version == first.before.version || records.iter().any(|(_, r)| r.after == now)
+        };
+        if !unchanged {
+            return Ok(Outcome::Conflict);
+        }
+        for (n, (entry, _)) in records.iter().enumerate() {
+            let expected = Stamp {
+                version: now.version + n as u64 + 1,
+                ..Stamp::default()
+            };
+            self.log.set_stamps(*entry, now, expected);
+        }
+        let file = inode.open(libc::O_RDWR, &self.superuser)?;
+        let alone = file.may_cache(true);
+        for (_, record) in records {
+            let data = self.log.data(record);
+            if write_all(&file, &[data], record.offset)? < data.len() {
+                return Ok(Outcome::Failed(Errno::EIO));
+            }
+        }
+        self.restore_time(&inode, last.after)?;
+        let after = inode.stamp(true, &self.superuser)?;
+        for (entry, _) in records {
+            self.log.set_after(*entry, after);
+        }
+        let entries = records.iter().map(|(entry, r)| (*entry, r.sequence));
+        self.note(vino, entries, after);
+        if !alone || !file.may_cache(true) {
+            // Reported, counted and dropped there.
+            let _ = self.settle(vino);
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// The file was last modified when its last write was, and not now.
+    fn restore_time(&self, inode: &Inode, last: Stamp) -> Result<(), Errno> {
+        if last.timed == 0 {
+            return Ok(());
+        }
+        let mut st = inode.stat(&self.superuser)?;
+        st.mtime = libc::timespec {
+            tv_sec: last.sec,
+            tv_nsec: last.nsec.into(),
+        };
+        inode.set_stat(&st, setattr::MTIME, &self.superuser)
+    }
+}
+
+/// How the files of retained writes are, before the dead session is ended.
+pub(super) fn look(
+    found: &Found,
+    superuser: &Perms,
+    find: impl Fn(Vino) -> Option<Inode> + Sync,
+) -> (HashMap<Vino, Stamp>, Vec<Inode>) {
+    let files: Vec<Vino> = found.keys().copied().collect();
+    let looked = each(&files, |vino| {
+        let inode = find(*vino)?;
+        let stamp = inode.stamp(true, superuser).ok()?;
+        Some(((*vino, stamp), inode))
+    });
+    looked.into_iter().flatten().unzip()
+}
