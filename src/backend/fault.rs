@@ -67,6 +67,21 @@ pub fn start() -> Option<String> {
     std::fs::read_to_string(orders.join("start-fails")).ok()
 }
 
+/// Before something that an earlier generation retained is written again: an order `retained` ends the
+/// process, once.
+#[cfg(not(feature = "fault-points"))]
+#[inline]
+pub fn retained() {}
+
+/// Before something that an earlier generation retained is written again: an order `retained` ends the
+/// process, once.
+#[cfg(feature = "fault-points")]
+pub fn retained() {
+    if orders().is_some_and(|orders| std::fs::remove_file(orders.join("retained")).is_ok()) {
+        let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
 /// Carries out an order for this place and request, if there is one.
 #[cfg(feature = "fault-points")]
 pub fn point(place: Place, request: &Request<'_>) {

@@ -160,6 +160,18 @@ impl Cluster {
         self.ceph(&["tell", mds, "session", "evict", &format!("id={session}")]);
     }
 
+    /// Ends the sessions of a process, dead or alive, as an administrator would: of a backend its own,
+    /// and the one that helped it to take over if that has not ended yet.
+    pub fn evict_process(&self, mds: &str, pid: u32) {
+        let mut found = self.sessions(mds);
+        let of = pid.to_string();
+        found.retain(|s| s["client_metadata"]["pid"].as_str() == Some(&of));
+        assert!(!found.is_empty(), "{pid} has no session");
+        for session in found {
+            self.evict(mds, session["id"].as_u64().unwrap());
+        }
+    }
+
     /// The MDS that serves a file system, such as `mds.a`. None while there is none.
     pub fn active_mds(&self, filesystem: &str) -> Option<String> {
         let map = self.ceph_json(&["fs", "get", filesystem]);

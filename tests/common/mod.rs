@@ -145,7 +145,9 @@ impl Mount {
             } => {
                 source_args.push(format!("ceph:{directory}"));
                 source_args.push(format!("--conf={}", conf.display()));
-                source_args.extend(wanted_writes().map(|when| format!("--writes={when}")));
+                if !options.args.iter().any(|arg| arg.starts_with("--writes")) {
+                    source_args.extend(wanted_writes().map(|when| format!("--writes={when}")));
+                }
             }
         }
         let log = dir.path().join("log");
@@ -315,6 +317,11 @@ impl Mount {
         let draft = self.faults.join(".draft");
         fs::write(&draft, action).unwrap();
         fs::rename(draft, self.faults.join(order)).unwrap();
+    }
+
+    /// The file of an order, which withdraws it when it is removed.
+    pub fn order_file(&self, order: &str) -> PathBuf {
+        self.faults.join(order)
     }
 
     /// Withdraws an order.

@@ -11,6 +11,8 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
+
 use super::ffi::{
     CallbackArgs, CephDir, CephFh, CephInode, CephMount, CephPerms, DONT_SYNC, Functions, LIBRARY,
     RECLAIM_RESET, STATX_BASIC, STATX_BTIME, STATX_MTIME, STATX_VERSION, Statx, Vino, delegation,
@@ -80,6 +82,8 @@ pub struct Client {
     mount: NonNull<CephMount>,
     /// The session is being ended from here.
     ending: AtomicBool,
+    /// The library does one at a time.
+    reclaiming: Mutex<()>,
 }
 
 // SAFETY: libcephfs takes its own locks (one mutex per client); any thread may call it.
@@ -96,8 +100,12 @@ impl Client {
         // SAFETY: `mount` is a place for the instance; `id` is a string or null.
         check(unsafe { (lib.create)(&mut mount, id) })?;
         let mount = NonNull::new(mount).ok_or(Errno::ENOMEM)?;
-        let ending = AtomicBool::new(false);
-        Ok(Arc::new(Client { lib, mount, ending }))
+        Ok(Arc::new(Client {
+            lib,
+            mount,
+            ending: AtomicBool::new(false),
+            reclaiming: Mutex::default(),
+        }))
     }
 
     fn raw(&self) -> *mut CephMount {
@@ -175,11 +183,27 @@ impl Client {
     /// Ends the session of that name, with everything it held. Works before, during and after
     /// [`mount`](Client::mount). ENOENT: there is none.
     pub fn reclaim(&self, uuid: &CStr) -> Result<(), Errno> {
+        let _turn = self.reclaiming.lock();
         // SAFETY: a string.
         let done = unsafe { (self.lib.start_reclaim)(self.raw(), uuid.as_ptr(), RECLAIM_RESET) };
         // SAFETY: the instance is live.
         unsafe { (self.lib.finish_reclaim)(self.raw()) };
         check(done).map(drop)
+    }
+
+    /// The metadata server still knows this client, and has done all it was sent before. Unlike
+    /// [`Inode::has_lost_its_session`] this always asks. A session that was ended takes 0.2 s to answer.
+    pub fn has_a_session(&self) -> bool {
+        // Ending a session that never was is the smallest thing one can ask for.
+        !matches!(
+            self.reclaim(c"nobody's"),
+            Err(Errno::EPERM | Errno::ESHUTDOWN | Errno::ENOTCONN)
+        )
+    }
+
+    /// The session is being ended, from here.
+    pub fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::SeqCst)
     }
 
     /// Has `listener` told of data that is old, for the life of the process. After [`init`](Client::init), before
@@ -554,7 +578,7 @@ impl Inode {
     /// costs nothing.
     pub fn has_lost_its_session(&self, perms: &Perms) -> bool {
         let refused = matches!(self.stat(perms), Err(Errno::ESHUTDOWN | Errno::ENOTCONN));
-        refused && !self.client.ending.load(Ordering::SeqCst)
+        refused && !self.client.is_ending()
     }
 
     /// Changes the attributes named by `mask` (`ffi::setattr`).

@@ -105,9 +105,12 @@ impl Ceph {
     /// a live session they cost nothing.
     fn judge<T>(&self, result: Result<T, Errno>) -> Result<T, Errno> {
         match result {
+            Err(Errno::ESHUTDOWN) => {
+                ask_for_session(&self.client, &*self.frontend);
+                Err(Errno::ESHUTDOWN)
+            }
             Err(
-                errno @ (Errno::ESHUTDOWN
-                | Errno::ENOTCONN
+                errno @ (Errno::ENOTCONN
                 | Errno::EIO
                 | Errno::EPERM
                 | Errno::EACCES
@@ -127,12 +130,22 @@ impl Ceph {
     }
 }
 
+const EVICTED: &str =
+    "the metadata server has ended this client's session (evicted or blocklisted)";
+
 /// Returns if the session lives. Otherwise the process ends, every request in it unanswered, and the
 /// next generation does them.
 fn prove_session(inode: &Inode, superuser: &Perms, frontend: &dyn Frontend) {
     if inode.has_lost_its_session(superuser) {
-        frontend
-            .lost("the metadata server has ended this client's session (evicted or blocklisted)");
+        frontend.lost(EVICTED);
+    }
+}
+
+/// As [`prove_session`], of a session that may have ended without this client knowing it yet: the
+/// servers of the data may be faster to say so.
+fn ask_for_session(client: &Client, frontend: &dyn Frontend) {
+    if !client.is_ending() && !client.has_a_session() {
+        frontend.lost(EVICTED);
     }
 }
 

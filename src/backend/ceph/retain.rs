@@ -18,8 +18,10 @@
 //! session exists; before it is ended, the [`Keeper`](super::session) looks how the file is. What was
 //! modified by somebody else by then, who can only have come when this client had flushed, is left
 //! alone. What changes after that, or after an eviction, met writes that the cluster never got: they
-//! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. Otherwise
-//! they are written again, in order, and the file has the time of the last of them.
+//! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. So it is
+//! with a file that somebody else has open for writing by now. Otherwise they are written again, in
+//! order, and the file has the time of the last of them. (Not noticed is only who opens the file for
+//! writing while that happens, a few milliseconds, and while a third has it open, too.)
 //!
 //! A flush that fails for good (no space, quota) is told to every open handle once; what could not be
 //! written is dropped and counted.
@@ -35,9 +37,9 @@ use super::client::{Client, Inode, Perms};
 use super::ffi::{Vino, setattr};
 use super::files::{Handles, OpenFile, write_all};
 use super::node::{identity, vino};
-use super::prove_session;
 use super::session::each;
-use crate::backend::{Frontend, Stripes};
+use super::{ask_for_session, prove_session};
+use crate::backend::{Frontend, Stripes, fault};
 use crate::region::memory::Span;
 use crate::region::retained::{Entry, Log, Record, Stamp};
 use crate::wire::Errno;
@@ -183,9 +185,10 @@ impl Retainer {
         self.settle(open.vino)?;
         let written = write_all(&open.file, data, offset)?;
         if !open.synchronous {
-            open.file.sync(true)?;
+            let synced = open.file.sync(true);
+            prove_session(&open.inode, &self.superuser, &*self.frontend);
+            synced.inspect_err(|_| ask_for_session(&self.client, &*self.frontend))?;
         }
-        prove_session(&open.inode, &self.superuser, &*self.frontend);
         Ok(written)
     }
 
@@ -254,8 +257,9 @@ impl Retainer {
         }
     }
 
-    /// A file cannot be written, for good.
+    /// A flush of a file failed. It cannot be written, for good, unless the session was ended.
     pub(super) fn failed(&self, vino: Vino, errno: Errno) {
+        ask_for_session(&self.client, &*self.frontend);
         let file = self.files.lock().remove(&vino);
         let Some(file) = file else {
             return;
@@ -370,7 +374,7 @@ impl Retainer {
                     self.drop_all(entries());
                 }
                 Ok(Outcome::Failed(errno)) | Err(errno) => {
-                    prove_session(&self.root, &self.superuser, &*self.frontend);
+                    ask_for_session(&self.client, &*self.frontend);
                     tracing::error!(
                         "writes to inode {:#x} that were acknowledged could not be written again: \
                          {errno}",
@@ -433,8 +437,16 @@ impl Retainer {
             };
             self.log.set_stamps(*entry, now, expected);
         }
+        // Others may have been waiting for the dead session to end.
+        let others_write = !inode
+            .open(libc::O_RDONLY, &self.superuser)?
+            .may_cache(false);
         let file = inode.open(libc::O_RDWR, &self.superuser)?;
         let alone = file.may_cache(true);
+        if others_write && !alone {
+            return Ok(Outcome::Conflict);
+        }
+        fault::retained();
         for (_, record) in records {
             let data = self.log.data(record);
             if write_all(&file, &[data], record.offset)? < data.len() {
