@@ -87,13 +87,29 @@ pub struct Record {
     /// Where in the file the data belongs.
     pub offset: u64,
     unit: u32,
-    reserved: u32,
+    /// `Record::*`: what [`ended`](Record::ended) says.
+    pub end: u32,
+    /// The session it was made in.
+    pub session: u64,
     /// Before the change.
     pub before: Stamp,
     /// After it. Without a time: the version it has if the change was carried out.
     pub after: Stamp,
+    /// How the file was when that session was about to be ended.
+    pub ended: Stamp,
     /// What was changed.
     pub identity: Identity,
+}
+
+impl Record {
+    /// The session was not ended yet, as far as is known.
+    pub const NOT_ENDED: u32 = 0;
+    /// Somebody is about to end it.
+    pub const ENDING: u32 = 1;
+    /// It existed until it was ended: until then nobody else had a right to what it was writing.
+    pub const ENDED: u32 = 2;
+    /// It was gone before anybody looked.
+    pub const GONE: u32 = 3;
 }
 
 /// The memory file.
@@ -258,9 +274,10 @@ impl Log {
         self.space.lock().sequence
     }
 
-    /// Retains a change. `None`: there is no room.
+    /// Retains a change that is about to be made in a session. `None`: there is no room.
     pub fn add(
         &self,
+        session: u64,
         identity: Identity,
         data: &[Span<'_>],
         offset: u64,
@@ -280,9 +297,11 @@ impl Log {
             sequence,
             offset,
             unit,
-            reserved: 0,
+            end: Record::NOT_ENDED,
+            session,
             before,
             after,
+            ended: Stamp::default(),
             identity,
         };
         self.file.memory.put(Retained::record_at(index), &record);
@@ -298,11 +317,26 @@ impl Log {
         self.file.memory.put(at, &after);
     }
 
-    /// How the file is before and after the change, which is about to be done again.
-    pub fn set_stamps(&self, entry: Entry, before: Stamp, after: Stamp) {
-        let at = Retained::record_at(entry.0) + offset_of!(Record, before);
-        self.file.memory.put(at, &before);
-        self.set_after(entry, after);
+    /// The change is about to be made again, in another session.
+    pub fn renew(&self, entry: Entry, session: u64, before: Stamp, after: Stamp) {
+        let at = Retained::record_at(entry.0);
+        let record: Record = self.file.memory.get(at);
+        let record = Record {
+            session,
+            before,
+            after,
+            end: Record::NOT_ENDED,
+            ..record
+        };
+        self.file.memory.put(at, &record);
+    }
+
+    /// The session is being ended, or was: `Record::*`, and how the file is.
+    pub fn set_end(&self, entry: Entry, end: u32, ended: Stamp) {
+        let at = Retained::record_at(entry.0);
+        self.file.memory.put(at + offset_of!(Record, ended), &ended);
+        let end_at = self.file.memory.u32(at + offset_of!(Record, end));
+        end_at.store(end, Ordering::Release);
     }
 
     /// Less was changed than was wanted.
@@ -403,7 +437,7 @@ mod tests {
             ..Stamp::default()
         };
         let data = [from.span(0, len)];
-        let added = log.add(id(n), &data, u64::from(n) * 10, Stamp::default(), after);
+        let added = log.add(1, id(n), &data, u64::from(n) * 10, Stamp::default(), after);
         added.map(|(entry, _)| entry)
     }
 

@@ -15,7 +15,7 @@
 //! A notice that others want the file makes a flush begin at once.
 //!
 //! **What if the session dies?** The metadata server lets nobody change the file as long as the dead
-//! session exists; before it is ended, the [`Keeper`](super::session) looks how the file is. What was
+//! session exists; before it is ended, somebody looks how the file is ([`Look`]). What was
 //! modified by somebody else by then, who can only have come when this client had flushed, is left
 //! alone. What changes after that, or after an eviction, met writes that the cluster never got: they
 //! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. So it is
@@ -65,6 +65,8 @@ struct Unflushed {
 /// See the module.
 pub(super) struct Retainer {
     log: Log,
+    /// [`number`] of this session.
+    session: u64,
     client: Arc<Client>,
     root: Inode,
     superuser: Arc<Perms>,
@@ -110,6 +112,7 @@ pub(super) fn by_file(log: &Log, found: Vec<(Entry, Record)>) -> Found {
 impl Retainer {
     pub(super) fn new(
         log: Log,
+        session: u64,
         client: &Arc<Client>,
         superuser: &Arc<Perms>,
         frontend: &Arc<dyn Frontend>,
@@ -117,6 +120,7 @@ impl Retainer {
     ) -> Result<Retainer, Errno> {
         Ok(Retainer {
             log,
+            session,
             client: client.clone(),
             root: client.root()?,
             superuser: superuser.clone(),
@@ -152,7 +156,10 @@ impl Retainer {
             ..Stamp::default()
         };
         let id = identity(vino);
-        let Some((entry, sequence)) = self.log.add(id, data, offset, before, expected) else {
+        let added = self
+            .log
+            .add(self.session, id, data, offset, before, expected);
+        let Some((entry, sequence)) = added else {
             return self.write_through(open, data, offset);
         };
         let written = write_all(&open.file, data, offset);
@@ -353,12 +360,11 @@ impl Retainer {
 
     // ---- after a death -----------------------------------------------------------------------
 
-    /// Writes again what a dead generation retained. `seen`: how the files were before its session was
-    /// ended; `alive`: it still existed then.
-    pub(super) fn write_again(&self, found: Found, seen: &HashMap<Vino, Stamp>, alive: bool) {
+    /// Writes again what a dead generation retained.
+    pub(super) fn write_again(&self, found: Found, ends: &Ends) {
         let files: Vec<(Vino, Vec<(Entry, Record)>)> = found.into_iter().collect();
         each(&files, |(vino, records)| {
-            let outcome = self.write_file_again(*vino, records, seen.get(vino), alive);
+            let outcome = self.write_file_again(*vino, records, ends.get(vino).copied());
             let entries = || records.iter().map(|(entry, _)| *entry);
             match outcome {
                 Ok(Outcome::Done) => {}
@@ -391,8 +397,7 @@ impl Retainer {
         &self,
         vino: Vino,
         records: &[(Entry, Record)],
-        seen: Option<&Stamp>,
-        alive: bool,
+        end: Option<End>,
     ) -> Result<Outcome, Errno> {
         let release = || {
             for (entry, _) in records {
@@ -406,36 +411,33 @@ impl Retainer {
             Err(Errno::ESTALE | Errno::ENOENT) => return release(),
             Err(errno) => return Err(errno),
         };
-        let (Some(seen), Some((_, first)), Some((_, last))) =
-            (seen, records.first(), records.last())
+        let (Some(end), Some((_, first)), Some((_, last))) = (end, records.first(), records.last())
         else {
             return Ok(Outcome::Conflict);
         };
-        let known = |stamp: Stamp| {
-            let records = records.iter().flat_map(|(_, r)| [r.before, r.after]);
-            records.into_iter().any(|own| own.is_of_same_time(stamp))
-        };
-        if alive && !known(*seen) && seen.version > last.after.version {
+        if let End::Seen(seen) = end
+            && !is_own(records, seen)
+            && seen.version > last.after.version
+        {
             // Whoever did that came after our flush.
             return release();
         }
         // Its size, too, before it is opened for writing.
         inode.stat(&self.superuser)?;
         let now = inode.stamp(false, &self.superuser)?;
-        let unchanged = if alive {
-            now.version == seen.version
-        } else {
-            now.version == first.before.version || records.iter().any(|(_, r)| r.after == now)
+        let unchanged = match end {
+            End::Seen(seen) => now.version == seen.version,
+            End::Unseen => {
+                now.version == first.before.version || records.iter().any(|(_, r)| r.after == now)
+            }
         };
         if !unchanged {
+            tracing::info!(
+                "inode {:#x} was left as {last:?}, after {:?}, and is {now:?}",
+                vino.ino,
+                first.before
+            );
             return Ok(Outcome::Conflict);
-        }
-        for (n, (entry, _)) in records.iter().enumerate() {
-            let expected = Stamp {
-                version: now.version + n as u64 + 1,
-                ..Stamp::default()
-            };
-            self.log.set_stamps(*entry, now, expected);
         }
         // Others may have been waiting for the dead session to end.
         let others_write = !inode
@@ -445,6 +447,16 @@ impl Retainer {
         let alone = file.may_cache(true);
         if others_write && !alone {
             return Ok(Outcome::Conflict);
+        }
+        if alone {
+            // From now on it is this session that nobody can get past.
+            for (n, (entry, _)) in records.iter().enumerate() {
+                let expected = Stamp {
+                    version: now.version + n as u64 + 1,
+                    ..Stamp::default()
+                };
+                self.log.renew(*entry, self.session, now, expected);
+            }
         }
         fault::retained();
         for (_, record) in records {
@@ -481,17 +493,100 @@ impl Retainer {
     }
 }
 
-/// How the files of retained writes are, before the dead session is ended.
-pub(super) fn look(
-    found: &Found,
-    superuser: &Perms,
-    find: impl Fn(Vino) -> Option<Inode> + Sync,
-) -> (HashMap<Vino, Stamp>, Vec<Inode>) {
-    let files: Vec<Vino> = found.keys().copied().collect();
-    let looked = each(&files, |vino| {
-        let inode = find(*vino)?;
-        let stamp = inode.stamp(true, superuser).ok()?;
-        Some(((*vino, stamp), inode))
-    });
-    looked.into_iter().flatten().unzip()
+/// A file was last modified by one of these, or before them.
+fn is_own(records: &[(Entry, Record)], stamp: Stamp) -> bool {
+    let own = records.iter().flat_map(|(_, r)| [r.before, r.after]);
+    own.into_iter().any(|own| own.is_of_same_time(stamp))
+}
+
+/// How a file was when the session ended in which its retained writes were made.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum End {
+    /// Like this, and until then nobody else had a right to it.
+    Seen(Stamp),
+    /// Nobody knows: the session was gone before anybody looked.
+    Unseen,
+}
+
+/// By file.
+pub(super) type Ends = HashMap<Vino, End>;
+
+/// A look at the files of retained writes, before the sessions in which they were made are ended.
+pub(super) struct Look<'a> {
+    log: &'a Log,
+    found: &'a Found,
+    now: Vec<(Vino, Stamp)>,
+    /// Keeps what has no name.
+    pub(super) inodes: Vec<Inode>,
+}
+
+impl<'a> Look<'a> {
+    pub(super) fn new(
+        log: &'a Log,
+        found: &'a Found,
+        superuser: &Perms,
+        find: impl Fn(Vino) -> Option<Inode> + Sync,
+    ) -> Look<'a> {
+        let files: Vec<Vino> = found.keys().copied().collect();
+        let looked = each(&files, |vino| {
+            let inode = find(*vino)?;
+            let stamp = inode.stamp(true, superuser).ok()?;
+            Some(((*vino, stamp), inode))
+        });
+        let (now, inodes) = looked.into_iter().flatten().unzip();
+        let look = Look {
+            log,
+            found,
+            now,
+            inodes,
+        };
+        for (entry, record, stamp) in look.firsts() {
+            if record.end == Record::NOT_ENDED {
+                log.set_end(entry, Record::ENDING, stamp);
+            }
+        }
+        look
+    }
+
+    /// The first record of each file says how its session ended.
+    fn firsts(&self) -> impl Iterator<Item = (Entry, &Record, Stamp)> {
+        self.now.iter().filter_map(|(vino, stamp)| {
+            let (entry, record) = self.found.get(vino)?.first()?;
+            Some((*entry, record, *stamp))
+        })
+    }
+
+    /// The sessions were ended. `existed`: those that were there.
+    pub(super) fn ended(self, existed: &[u64]) -> (Ends, Vec<Inode>) {
+        for (entry, record, stamp) in self.firsts() {
+            if record.end == Record::NOT_ENDED {
+                let end = if existed.contains(&record.session) {
+                    Record::ENDED
+                } else {
+                    Record::GONE
+                };
+                self.log.set_end(entry, end, stamp);
+            }
+        }
+        let ends = self.now.iter().filter_map(|(vino, stamp)| {
+            let records = self.found.get(vino)?;
+            let (_, record) = records.first()?;
+            let end = match record.end {
+                Record::NOT_ENDED if existed.contains(&record.session) => End::Seen(*stamp),
+                Record::ENDED => End::Seen(record.ended),
+                // Whoever ended it died over it. As it was seen it can only have been left by its
+                // session, so that existed then.
+                Record::ENDING if is_own(records, record.ended) => End::Seen(record.ended),
+                _ => End::Unseen,
+            };
+            Some((*vino, end))
+        });
+        (ends.collect(), self.inodes)
+    }
+}
+
+/// A session's name as a number (FNV-1a).
+pub(super) fn number(name: &str) -> u64 {
+    let hash = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, hash)
 }

@@ -16,7 +16,6 @@
 //!    have it by now: it is lost, and those who believe to have it must know.
 //! 5. The backend serves. Files are opened when they are used, and the rest in the background.
 
-use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -29,7 +28,7 @@ use super::files::{Failure, Handles, Pending, restore};
 use super::locks::Locks;
 use super::login::{CLOSE_DEFAULT, CONNECT_LIMIT, CephError, Login, Mounting, c_string, set};
 use super::node::{Pins, identity, vino, vino_of};
-use super::retain::{self, Found, Retainer};
+use super::retain::{self, Ends, Found, Look, Retainer};
 use super::warm::Warm;
 use super::{Ceph, prove_session};
 use crate::backend::convert::Timeouts;
@@ -39,7 +38,7 @@ use crate::control::message::{
 };
 use crate::control::sessions;
 use crate::region::Identity;
-use crate::region::retained::{Log, Retained, Stamp};
+use crate::region::retained::{Log, Retained};
 use crate::wire::Errno;
 
 /// How often an idle session is looked at. Mostly that costs nothing: the answer is known here.
@@ -108,7 +107,8 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
         Ok((None, Ended::default()))
     } else {
-        Keeper::begin(start, &login, &found).map(|(keeper, ended)| (Some(keeper), ended))
+        Keeper::begin(start, &login, log.as_ref(), &found)
+            .map(|(keeper, ended)| (Some(keeper), ended))
     };
     mounting
         .outcome()
@@ -125,7 +125,6 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
             pins,
             warm,
             retained: log.map(|log| (log, found)),
-            alive: ended.alive,
         };
         let (ceph, lost_locks) = begin(begun, start).map_err(|errno| login.mount_error(errno))?;
         if let Some(flusher) = &ceph.retainer {
@@ -147,8 +146,8 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
 /// Sessions that were ended.
 #[derive(Default)]
 struct Ended {
-    /// All those of dead generations were there: nobody could change what they had to themselves.
-    alive: bool,
+    /// Of those of dead generations the ones that were there ([`retain::number`]).
+    existed: Vec<u64>,
     /// Those of dead mounts that were there.
     abandoned: Vec<String>,
 }
@@ -159,15 +158,12 @@ fn end_sessions(
     names: &SessionNames,
     mounting: &Mounting,
 ) -> Result<Ended, CephError> {
-    let mut ended = Ended {
-        alive: true,
-        abandoned: Vec::new(),
-    };
+    let mut ended = Ended::default();
     for old in &names.old {
         for name in [old, &keeper_of(old)] {
             match client.reclaim(&c_string(name, "a session's name")?) {
-                Ok(()) => {}
-                Err(Errno::ENOENT) => ended.alive &= name != old,
+                Ok(()) => ended.existed.push(retain::number(name)),
+                Err(Errno::ENOENT) => {}
                 // Before the mount has come so far the cluster's own answer says more.
                 Err(_) if mounting.outcome().is_err() => return Ok(ended),
                 Err(errno) => return Err(CephError::Reclaim(errno)),
@@ -222,8 +218,6 @@ struct Begun<'a> {
     pins: Arc<Pins>,
     warm: Arc<Warm>,
     retained: Option<(Log, Found)>,
-    /// [`Ended::alive`].
-    alive: bool,
 }
 
 /// Takes over in a session that has begun.
@@ -234,7 +228,6 @@ fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), E
         pins,
         warm,
         retained,
-        alive,
     } = begun;
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
@@ -253,7 +246,8 @@ fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), E
         None => None,
         Some((log, before)) => {
             found = before;
-            let new = Retainer::new(log, client, &superuser, &start.frontend, &handles)?;
+            let session = retain::number(&start.names.own);
+            let new = Retainer::new(log, session, client, &superuser, &start.frontend, &handles)?;
             Some(Arc::new(new))
         }
     };
@@ -280,8 +274,8 @@ fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), E
     let held = Held::find(&start.restore, |vino| find(client, vino));
     held.hand_over(&ceph.handles, &ceph.pins);
     if let Some(retainer) = &ceph.retainer {
-        let seen = keeper.as_ref().map(|keeper| &keeper.seen);
-        retainer.write_again(found, seen.unwrap_or(&HashMap::new()), alive);
+        let ends = keeper.as_ref().map(|keeper| &keeper.ends);
+        retainer.write_again(found, ends.unwrap_or(&Ends::new()));
         spawn("flush", {
             let retainer = retainer.clone();
             move || retainer.flush()
@@ -303,8 +297,8 @@ struct Keeper {
     client: Arc<Client>,
     mounting: Mounting,
     found: Vec<Inode>,
-    /// Files with retained writes, as they were before the dead sessions were ended.
-    seen: HashMap<Vino, Stamp>,
+    /// How the files of retained writes were when the dead sessions were ended.
+    ends: Ends,
 }
 
 impl Keeper {
@@ -312,6 +306,7 @@ impl Keeper {
     fn begin(
         start: &Start<'_>,
         login: &Login<'_>,
+        log: Option<&Log>,
         retained: &Found,
     ) -> Result<(Keeper, Ended), CephError> {
         let name = keeper_of(&start.names.own);
@@ -320,17 +315,22 @@ impl Keeper {
         let mounting = connected.mount(&start.source.path, Some(&format!("{name}-nobody")))?;
         let held = Held::find(&start.restore, |vino| find_early(&client, vino, &mounting));
         let superuser = Perms::new(&client, 0, 0, &[]).map_err(|errno| login.mount_error(errno))?;
-        let look = |vino| find_early(&client, vino, &mounting);
-        let (seen, written) = retain::look(retained, &superuser, look);
+        let find = |vino| find_early(&client, vino, &mounting);
+        let look = log.map(|log| Look::new(log, retained, &superuser, find));
         let opened = held.handles.into_iter().filter_map(|(_, inode)| inode);
         let pinned = held.pinned.into_iter().map(|(_, inode)| inode);
-        let keeper = Keeper {
-            found: opened.chain(pinned).chain(written).collect(),
-            seen,
+        let mut keeper = Keeper {
+            found: opened.chain(pinned).collect(),
+            ends: Ends::new(),
             client,
             mounting,
         };
         let ended = end_sessions(&keeper.client, start.names, &keeper.mounting)?;
+        if let Some(look) = look {
+            let (ends, inodes) = look.ended(&ended.existed);
+            keeper.ends = ends;
+            keeper.found.extend(inodes);
+        }
         Ok((keeper, ended))
     }
 
