@@ -122,14 +122,21 @@ impl Place {
         assert!(next, "{:#?}\n{}", self.status(), self.log());
     }
 
+    /// The standby, as soon as it keeps what it should.
+    fn standby(&self) -> u32 {
+        assert!(until(PATIENCE, || self.status().standby_pid.is_some()));
+        self.status().standby_pid.unwrap()
+    }
+
     /// SIGKILLs everything that serves the mount, and waits until it is gone.
     fn kill_all(&self) {
         let status = self.status();
-        let pids = [status.frontend_pid, status.backend_pid.unwrap()];
+        let mut pids = vec![status.frontend_pid, status.backend_pid.unwrap()];
+        pids.extend(status.standby_pid);
         // Stopped first: the backend would end its session in order when its front-end is gone.
         for signal in [Signal::SIGSTOP, Signal::SIGKILL] {
-            for pid in pids {
-                kill(Pid::from_raw(pid as i32), signal).unwrap();
+            for pid in &pids {
+                kill(Pid::from_raw(*pid as i32), signal).unwrap();
             }
         }
         let gone = until(PATIENCE, || pids.iter().all(|pid| is_gone(*pid)));
@@ -716,14 +723,21 @@ fn the_key_is_in_sealed_memory_files_and_nowhere_else() {
         &format!("--conf={}", place.write("conf", &conf)),
         "--id=secret",
         &format!("--keyring={}", keyring.display()),
+        "--standby",
     ];
     place.mount("ceph:cephfs/secrets", &args);
     place.replace_backend();
+    let standby = place.standby();
     fs::write(place.point().join("file"), "x").unwrap();
     let status = place.status();
     let (front, back) = (status.frontend_pid, status.backend_pid.unwrap());
 
-    for (pid, what) in [(front, "front-end"), (back, "backend")] {
+    let all = [
+        (front, "front-end"),
+        (back, "backend"),
+        (standby, "standby"),
+    ];
+    for (pid, what) in all {
         check_private(pid, what);
         let proc = PathBuf::from(format!("/proc/{pid}"));
         for name in ["cmdline", "environ", "comm", "maps", "mountinfo"] {
@@ -762,7 +776,9 @@ fn the_key_is_in_sealed_memory_files_and_nowhere_else() {
     let sealed = memory_files(front, "evermount-secrets");
     assert_eq!(sealed.len(), 1, "{sealed:?}");
     for name in ["evermount-secrets", "ceph.conf", "ceph.key"] {
-        assert_eq!(memory_files(back, name), [] as [PathBuf; 0]);
+        for pid in [back, standby] {
+            assert_eq!(memory_files(pid, name), [] as [PathBuf; 0]);
+        }
     }
     let file = File::open(&sealed[0]).unwrap();
     let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS).unwrap());
@@ -918,7 +934,8 @@ fn an_unmount_of_a_dead_mount_ends_its_sessions() {
         } else {
             "cephfs"
         };
-        let file = busy_mount(&place, source, &[&conf], "three");
+        let file = busy_mount(&place, source, &[&conf, "--standby"], "three");
+        place.standby();
         let name = text(&place.files("session-")[0]);
         let mds = cluster.active_mds(fs).unwrap();
         let ours = |all: Vec<String>| all.into_iter().any(|session| name.contains(&session));
@@ -1026,11 +1043,12 @@ fn a_backend_whose_front_end_died_ends_its_session_in_order() {
     let cluster = cluster();
     let conf = format!("--conf={}", cluster.conf().display());
     let place = Place::new();
-    place.mount("ceph:cephfs/app", &[&conf]);
-    let status = place.status();
+    place.mount("ceph:cephfs/app", &[&conf, "--standby"]);
+    let (standby, status) = (place.standby(), place.status());
     let name = text(&place.files("session-")[0]);
     sigkill(status.frontend_pid);
     assert!(until(PATIENCE, || is_gone(status.backend_pid.unwrap())));
+    assert!(until(PATIENCE, || is_gone(standby)));
     let mds = cluster.active_mds("cephfs").unwrap();
     let gone = until(PATIENCE, || {
         let all = sessions(cluster, &mds);

@@ -544,6 +544,12 @@ impl Inode {
         refused && !self.client.ending.load(Ordering::SeqCst)
     }
 
+    /// Has the metadata server know that this client refers to the object. Costs nothing while it does:
+    /// the capability for that is the only one that is never taken back.
+    pub fn hold(&self, perms: &Perms) -> Result<(), Errno> {
+        self.ask(0, 0, perms).map(drop)
+    }
+
     /// Changes the attributes named by `mask` (`ffi::setattr`).
     pub fn set_stat(&self, st: &Statx, mask: c_int, perms: &Perms) -> Result<(), Errno> {
         let mut st = *st;

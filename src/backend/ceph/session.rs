@@ -16,6 +16,7 @@
 //!    have it by now: it is lost, and those who believe to have it must know.
 //! 5. The backend serves. Files are opened when they are used, and the rest in the background.
 
+use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -40,7 +41,7 @@ use crate::region::Identity;
 use crate::wire::Errno;
 
 /// How often an idle session is looked at. Mostly that costs nothing: the answer is known here.
-const WATCH: Duration = Duration::from_secs(1);
+pub(super) const WATCH: Duration = Duration::from_secs(1);
 /// Many objects are dealt with by this many threads: each waits for the metadata server.
 const THREADS: usize = 8;
 
@@ -68,6 +69,8 @@ pub struct Opened {
     pub ceph: Ceph,
     /// Locks that somebody else has now.
     pub lost_locks: Vec<LostLock>,
+    /// What was in use and is not there any more.
+    pub gone: Vec<Identity>,
     /// Those of [`SessionNames::abandoned`] that were there.
     pub ended: Vec<String>,
 }
@@ -101,11 +104,12 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
             // From now on the session may take its time to end: it has something to write.
             set(&client, "client_shutdown_timeout", CLOSE_DEFAULT)?;
         }
-        let (ceph, lost_locks) =
+        let (ceph, lost_locks, gone) =
             begin(&client, start, keeper, pins, warm).map_err(|errno| login.mount_error(errno))?;
         Ok(Opened {
             ceph,
             lost_locks,
+            gone,
             ended,
         })
     });
@@ -118,7 +122,7 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
 
 /// Ends sessions of dead generations and of dead mounts, and those of the keepers of what died early.
 /// Returns those of dead mounts that were there.
-fn end_sessions(
+pub(super) fn end_sessions(
     client: &Client,
     names: &SessionNames,
     mounting: &Mounting,
@@ -182,7 +186,7 @@ fn begin(
     keeper: Option<Keeper>,
     pins: Arc<Pins>,
     warm: Arc<Warm>,
-) -> Result<(Ceph, Vec<LostLock>), Errno> {
+) -> Result<(Ceph, Vec<LostLock>, Vec<Identity>), Errno> {
     let superuser = Arc::new(Perms::new(client, 0, 0, &[])?);
     let root = client.root()?;
     if let Err(e) = client.enable_may_cache() {
@@ -215,6 +219,7 @@ fn begin(
     let lost = ceph.restore_locks(&start.restore.locks);
     set_times(client, &start.restore.times, &ceph.superuser);
     let held = Held::find(&start.restore, |vino| find(client, vino));
+    let gone = held.gone(&start.restore.pinned);
     held.hand_over(&ceph.handles, &ceph.pins);
     let directories = each(&start.restore.directories, |id| find(client, vino(id)?));
     let _ = ceph
@@ -223,7 +228,7 @@ fn begin(
     *ceph.keeper.lock() = keeper.map(Keeper::let_go);
     ceph.open_pending();
     ceph.watch_session();
-    Ok((ceph, lost))
+    Ok((ceph, lost, gone))
 }
 
 /// A session that keeps what a dead generation held, and ends the dead ones.
@@ -279,13 +284,16 @@ fn keeper_of(name: &str) -> String {
 }
 
 /// What the last generation held, found.
-struct Held<'a> {
+pub(super) struct Held<'a> {
     handles: Vec<(&'a HeldHandle, Option<Inode>)>,
-    pinned: Vec<(Vino, Inode)>,
+    pub(super) pinned: Vec<(Vino, Inode)>,
 }
 
 impl<'a> Held<'a> {
-    fn find(restore: &'a Restore, find: impl Fn(Vino) -> Option<Inode> + Sync) -> Held<'a> {
+    pub(super) fn find(
+        restore: &'a Restore,
+        find: impl Fn(Vino) -> Option<Inode> + Sync,
+    ) -> Held<'a> {
         let find = |id: &Identity| vino(id).and_then(&find);
         let opened = each(&restore.handles, |handle| find(&handle.identity));
         let pinned = each(&restore.pinned, find);
@@ -295,6 +303,18 @@ impl<'a> Held<'a> {
                 .filter_map(|(id, inode)| Some((vino(id)?, inode?)))
                 .collect(),
         }
+    }
+
+    /// What is not there any more, each once.
+    fn gone(&self, pinned: &[Identity]) -> Vec<Identity> {
+        let found: HashSet<Vino> = self.pinned.iter().map(|(vino, _)| *vino).collect();
+        let is_found = |id: &&Identity| vino(id).is_some_and(|vino| found.contains(&vino));
+        let closed = self.handles.iter().filter(|(_, inode)| inode.is_none());
+        let gone: HashSet<Identity> = closed
+            .map(|(handle, _)| handle.identity)
+            .chain(pinned.iter().filter(|id| !is_found(id)).copied())
+            .collect();
+        gone.into_iter().collect()
     }
 
     fn hand_over(self, handles: &Handles, pins: &Pins) {
@@ -361,7 +381,7 @@ fn find(client: &Arc<Client>, vino: Vino) -> Option<Inode> {
 }
 
 /// Looks an object up as soon as the session has begun far enough.
-fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
+pub(super) fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
     let deadline = Instant::now() + CONNECT_LIMIT;
     loop {
         match client.find(vino) {
