@@ -4,14 +4,15 @@ mod common;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::ceph::{Cluster, ClusterOptions};
-use common::{EVERMOUNT, PATIENCE, let_users_mount, open_to_all, until, within};
+use common::{EVERMOUNT, PATIENCE, errno, let_users_mount, open_to_all, until, within};
 use evermount::control::Status;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
@@ -26,7 +27,10 @@ fn cluster() -> &'static Cluster {
         let other = cluster.ceph_fuse(&["--client_fs=fs2"]);
         fs::write(other.path("of-fs2"), "2").unwrap();
         let first = cluster.ceph_fuse(&["--client_fs=cephfs"]);
-        for directory in ["app", "options", "timeouts", "removed", "secrets", "killed"] {
+        let directories = [
+            "app", "options", "timeouts", "removed", "secrets", "killed", "snapped",
+        ];
+        for directory in directories {
             fs::create_dir(first.path(directory)).unwrap();
             open_to_all(&first.path(directory));
         }
@@ -666,6 +670,69 @@ fn takeovers_go_on_when_configuration_and_keyring_are_gone() {
         }
         place.umount();
     }
+}
+
+// ---- snapshots -------------------------------------------------------------------------------
+
+/// Names in a directory that is open.
+fn listed(directory: &File) -> Vec<String> {
+    let path = format!("/proc/self/fd/{}", directory.as_raw_fd());
+    let entries = fs::read_dir(path).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_open_in_snapshots_is_there_after_every_death() {
+    let cluster = cluster();
+    let conf = format!("--conf={}", cluster.conf().display());
+    let place = Place::new();
+    place.mount("ceph:cephfs/snapped", &[&conf]);
+    let root = place.point();
+    fs::create_dir_all(root.join("d/below")).unwrap();
+    for name in ["d/file", "d/below/deep"] {
+        fs::write(root.join(name), "before").unwrap();
+    }
+    fs::create_dir(root.join("d/.snap/one")).unwrap();
+    fs::write(root.join("d/file"), "after").unwrap();
+    fs::remove_dir_all(root.join("d/below")).unwrap();
+
+    let open = |name: &str| File::open(root.join(name)).unwrap();
+    let files = [
+        open("d/.snap/one/file"),
+        open("d/.snap/one/below/deep"),
+        open("d/file"),
+    ];
+    let snapshots = open("d/.snap");
+    let directories = [open("d/.snap/one"), open("d/.snap/one/below")];
+    for death in 0..3 {
+        place.replace_backend();
+        for (file, wanted) in files.iter().zip(["before", "before", "after"]) {
+            let mut bytes = [0; 16];
+            let len = file.read_at(&mut bytes, 0).unwrap();
+            assert_eq!(&bytes[..len], wanted.as_bytes());
+            assert_eq!(file.metadata().unwrap().len(), wanted.len() as u64);
+        }
+        assert_eq!(listed(&snapshots), ["one"], "{death}");
+        assert_eq!(listed(&directories[0]), ["below", "file"], "{death}");
+        assert_eq!(listed(&directories[1]), ["deep"], "{death}");
+        assert_eq!(text(&root.join("d/.snap/one/below/deep")), "before");
+        let write = fs::write(root.join("d/.snap/one/file"), "x");
+        assert_eq!(errno(write), Some(libc::EROFS));
+    }
+    drop((files, snapshots, directories));
+    // They come and go through the next backends as well.
+    fs::create_dir(root.join("d/.snap/two")).unwrap();
+    assert_eq!(listed(&open("d/.snap")), ["one", "two"]);
+    for name in ["one", "two"] {
+        fs::remove_dir(root.join("d/.snap").join(name)).unwrap();
+        place.replace_backend();
+    }
+    assert_eq!(place.status().lost_files, 0);
+    place.umount();
 }
 
 // ---- secrets ---------------------------------------------------------------------------------
