@@ -183,7 +183,10 @@ impl Client {
 
     /// Has `listener` told of data that is old, for the life of the process. After [`init`](Client::init), before
     /// [`mount`](Client::mount).
-    pub fn listen(&self, listener: impl Fn(Vino, i64, i64) + Send + Sync + 'static) {
+    pub fn listen(
+        &self,
+        listener: impl Fn(Vino, i64, i64) + Send + Sync + 'static,
+    ) -> Result<(), Errno> {
         let listener: Listener = Box::new(listener);
         let listener: &'static Listener = Box::leak(Box::new(listener));
         let mut args = CallbackArgs {
@@ -197,8 +200,15 @@ impl Client {
             umask_cb: Some(on_umask),
             ino_release_cb: None,
         };
-        // SAFETY: the library copies the struct; the handle lives for ever.
-        unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
+        match self.lib.ll_register_callbacks2 {
+            // SAFETY: the library copies the struct; the handle lives for ever.
+            Some(register) => check(unsafe { register(self.raw(), &mut args) }).map(drop),
+            None => {
+                // SAFETY: as above.
+                unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
+                Ok(())
+            }
+        }
     }
 
     /// Makes [`File::may_cache`] possible. After [`mount`](Client::mount). Without it nothing may ever

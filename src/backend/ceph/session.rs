@@ -82,13 +82,14 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
     let login = Login::new(start.source, start.options, &start.secrets);
     let connected = login.connect(&start.names.own)?;
     let (client, hurried) = (connected.client.clone(), connected.hurried);
-    client.listen({
+    let listening = client.listen({
         let (frontend, warm) = (start.frontend.clone(), warm.clone());
         move |vino, off, len| {
             warm.shared(vino);
             frontend.stale(&identity(vino), off, len);
         }
     });
+    listening.map_err(|errno| login.mount_error(errno))?;
     let mounting = connected.mount(&start.source.path, None)?;
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
         Ok((None, Vec::new()))
