@@ -104,6 +104,11 @@ fn deleted_files_in_use_outlive_backend_and_metadata_server_with_a_standby_and_o
     fs::write(with.path("source"), "x").unwrap();
     fs::rename(with.path("source"), with.path("target")).unwrap();
     keeps(&cluster, 2);
+    // The metadata server answers before it has written its journal, and the client that could tell it
+    // again dies with it.
+    for file in [&named, &other] {
+        rustix::fs::syncfs(file).unwrap();
+    }
 
     let dead = [&with, &without].map(|mount| mount.status().backend_pid.unwrap());
     with.begin_outage();
@@ -202,7 +207,7 @@ fn nothing_is_left_of_a_standby_after_an_unmount_however_it_ended() {
         mgr: false,
         ..ClusterOptions::default()
     });
-    for how in ["", "standby", "backend", "both"] {
+    for how in ["", "standby", "backend", "both", "both", "both"] {
         let (mount, pid) = with_standby(&cluster, "/end");
         let file = deleted(&mount, "open");
         keeps(&cluster, 1);

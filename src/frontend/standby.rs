@@ -202,19 +202,13 @@ impl Standby {
         }
     }
 
-    /// Asks it to end.
-    pub fn retire(&mut self) {
+    /// Asks it to end, and waits for that. True if it ended in order, and its session with it.
+    pub fn end(&mut self) -> bool {
         self.start_at = None;
-        if let Some(process) = &mut self.process {
-            process.send(&FrontendMessage::Retire, &[]);
-        }
-    }
-
-    /// Waits for its end. True if it ended in order, and its session with it.
-    pub fn end(mut self) -> bool {
         let Some(mut process) = self.process.take() else {
             return false;
         };
+        process.send(&FrontendMessage::Retire, &[]);
         let mut fds = [PollFd::new(process.pidfd.as_fd(), PollFlags::POLLIN)];
         let limit = PollTimeout::try_from(SESSION_END_LIMIT).unwrap_or(PollTimeout::ZERO);
         let _ = poll(&mut fds, limit);

@@ -159,48 +159,33 @@ impl Supervisor {
         self.stop();
     }
 
-    /// Ends the backend: gently, then not.
+    /// Ends backend and standby: gently, then not.
     pub fn stop(&mut self) {
-        // The session of a backend that died would keep other clients waiting, so the next one ends it,
-        // and then its own. A standby's as well.
         let deadline = Instant::now() + SESSION_END_LIMIT;
-        if let Some(standby) = &mut self.standby
-            && self
-                .sessions
-                .as_ref()
-                .is_some_and(Sessions::standbys_are_left)
-        {
-            standby.wanted();
-        }
-        while self.root.is_some() && self.sessions_are_left() && Instant::now() < deadline {
-            self.step(Some(TICK));
-        }
-        self.start_at = None;
-        if let Some(standby) = &mut self.standby {
-            standby.retire();
-        }
-        let ended = self.end_backend();
-        let standby_ended = self.standby.take().is_some_and(Standby::end);
-        if let Some(mut sessions) = self.sessions.take() {
-            if standby_ended {
-                sessions.standby_ended();
+        self.end_standby(deadline);
+        // The session of a backend that died would keep other clients waiting, so the next one ends it,
+        // and then its own. That it was killed a moment ago may only be seen when it ends.
+        let ended = loop {
+            let left = self.sessions.as_ref().is_some_and(Sessions::are_left);
+            let left = left && self.root.is_some();
+            while left && !self.is_ready() && Instant::now() < deadline {
+                self.step(Some(TICK));
             }
+            let ended = self.end_backend();
+            if ended || !left || Instant::now() >= deadline {
+                break ended;
+            }
+            self.backend_exited();
+        };
+        self.start_at = None;
+        if let Some(sessions) = self.sessions.take() {
             sessions.finish(ended);
         }
     }
 
-    /// There are sessions of processes that died.
-    fn sessions_are_left(&self) -> bool {
-        let Some(sessions) = &self.sessions else {
-            return false;
-        };
-        let keeps = self.standby.as_ref().is_some_and(Standby::keeps);
-        sessions.are_left() && !self.is_ready() || sessions.standbys_are_left() && !keeps
-    }
-
     /// True if it ended in order, and its session with it.
     fn end_backend(&mut self) -> bool {
-        let Some(mut backend) = self.backend.take() else {
+        let Some(backend) = &mut self.backend else {
             return false;
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
@@ -217,7 +202,11 @@ impl Supervisor {
         }
         let _ = backend.child.kill();
         let status = backend.child.wait();
-        status.is_ok_and(|status| status.success())
+        let ended = status.is_ok_and(|status| status.success());
+        if ended {
+            self.backend = None;
+        }
+        ended
     }
 
     /// Waits for something to happen, at most `limit`, and deals with it.
@@ -712,6 +701,28 @@ impl Supervisor {
                 }
                 standby::Event::Keeps => sessions.standby_keeps(),
                 standby::Event::Ended => core.lock().standby_ended(),
+            }
+        }
+    }
+
+    /// Ends the standby, as [`stop`](Supervisor::stop) ends the backend.
+    fn end_standby(&mut self, deadline: Instant) {
+        loop {
+            let (Some(standby), Some(sessions)) = (&mut self.standby, &mut self.sessions) else {
+                return;
+            };
+            let over = Instant::now() >= deadline;
+            if sessions.standbys_are_left() && !standby.keeps() && !over {
+                standby.wanted();
+                self.step(Some(TICK));
+                continue;
+            }
+            if standby.end() {
+                sessions.standby_ended();
+            }
+            if over || !sessions.standbys_are_left() {
+                self.standby = None;
+                return;
             }
         }
     }
