@@ -4,14 +4,15 @@ mod common;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use common::ceph::{Cluster, ClusterOptions};
-use common::{EVERMOUNT, PATIENCE, let_users_mount, open_to_all, until, within};
+use common::{EVERMOUNT, PATIENCE, errno, let_users_mount, open_to_all, until, within};
 use evermount::control::Status;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
@@ -26,7 +27,10 @@ fn cluster() -> &'static Cluster {
         let other = cluster.ceph_fuse(&["--client_fs=fs2"]);
         fs::write(other.path("of-fs2"), "2").unwrap();
         let first = cluster.ceph_fuse(&["--client_fs=cephfs"]);
-        for directory in ["app", "options", "timeouts", "removed", "secrets", "killed"] {
+        let directories = [
+            "app", "options", "timeouts", "removed", "secrets", "killed", "snapped",
+        ];
+        for directory in directories {
             fs::create_dir(first.path(directory)).unwrap();
             open_to_all(&first.path(directory));
         }
@@ -122,14 +126,21 @@ impl Place {
         assert!(next, "{:#?}\n{}", self.status(), self.log());
     }
 
+    /// The standby, as soon as it keeps what it should.
+    fn standby(&self) -> u32 {
+        assert!(until(PATIENCE, || self.status().standby_pid.is_some()));
+        self.status().standby_pid.unwrap()
+    }
+
     /// SIGKILLs everything that serves the mount, and waits until it is gone.
     fn kill_all(&self) {
         let status = self.status();
-        let pids = [status.frontend_pid, status.backend_pid.unwrap()];
+        let mut pids = vec![status.frontend_pid, status.backend_pid.unwrap()];
+        pids.extend(status.standby_pid);
         // Stopped first: the backend would end its session in order when its front-end is gone.
         for signal in [Signal::SIGSTOP, Signal::SIGKILL] {
-            for pid in pids {
-                kill(Pid::from_raw(pid as i32), signal).unwrap();
+            for pid in &pids {
+                kill(Pid::from_raw(*pid as i32), signal).unwrap();
             }
         }
         let gone = until(PATIENCE, || pids.iter().all(|pid| is_gone(*pid)));
@@ -661,6 +672,69 @@ fn takeovers_go_on_when_configuration_and_keyring_are_gone() {
     }
 }
 
+// ---- snapshots -------------------------------------------------------------------------------
+
+/// Names in a directory that is open.
+fn listed(directory: &File) -> Vec<String> {
+    let path = format!("/proc/self/fd/{}", directory.as_raw_fd());
+    let entries = fs::read_dir(path).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_open_in_snapshots_is_there_after_every_death() {
+    let cluster = cluster();
+    let conf = format!("--conf={}", cluster.conf().display());
+    let place = Place::new();
+    place.mount("ceph:cephfs/snapped", &[&conf]);
+    let root = place.point();
+    fs::create_dir_all(root.join("d/below")).unwrap();
+    for name in ["d/file", "d/below/deep"] {
+        fs::write(root.join(name), "before").unwrap();
+    }
+    fs::create_dir(root.join("d/.snap/one")).unwrap();
+    fs::write(root.join("d/file"), "after").unwrap();
+    fs::remove_dir_all(root.join("d/below")).unwrap();
+
+    let open = |name: &str| File::open(root.join(name)).unwrap();
+    let files = [
+        open("d/.snap/one/file"),
+        open("d/.snap/one/below/deep"),
+        open("d/file"),
+    ];
+    let snapshots = open("d/.snap");
+    let directories = [open("d/.snap/one"), open("d/.snap/one/below")];
+    for death in 0..3 {
+        place.replace_backend();
+        for (file, wanted) in files.iter().zip(["before", "before", "after"]) {
+            let mut bytes = [0; 16];
+            let len = file.read_at(&mut bytes, 0).unwrap();
+            assert_eq!(&bytes[..len], wanted.as_bytes());
+            assert_eq!(file.metadata().unwrap().len(), wanted.len() as u64);
+        }
+        assert_eq!(listed(&snapshots), ["one"], "{death}");
+        assert_eq!(listed(&directories[0]), ["below", "file"], "{death}");
+        assert_eq!(listed(&directories[1]), ["deep"], "{death}");
+        assert_eq!(text(&root.join("d/.snap/one/below/deep")), "before");
+        let write = fs::write(root.join("d/.snap/one/file"), "x");
+        assert_eq!(errno(write), Some(libc::EROFS));
+    }
+    drop((files, snapshots, directories));
+    // They come and go through the next backends as well.
+    fs::create_dir(root.join("d/.snap/two")).unwrap();
+    assert_eq!(listed(&open("d/.snap")), ["one", "two"]);
+    for name in ["one", "two"] {
+        fs::remove_dir(root.join("d/.snap").join(name)).unwrap();
+        place.replace_backend();
+    }
+    assert_eq!(place.status().lost_files, 0);
+    place.umount();
+}
+
 // ---- secrets ---------------------------------------------------------------------------------
 
 /// All bytes of a file that can be read, and nothing if it cannot.
@@ -716,14 +790,21 @@ fn the_key_is_in_sealed_memory_files_and_nowhere_else() {
         &format!("--conf={}", place.write("conf", &conf)),
         "--id=secret",
         &format!("--keyring={}", keyring.display()),
+        "--standby",
     ];
     place.mount("ceph:cephfs/secrets", &args);
     place.replace_backend();
+    let standby = place.standby();
     fs::write(place.point().join("file"), "x").unwrap();
     let status = place.status();
     let (front, back) = (status.frontend_pid, status.backend_pid.unwrap());
 
-    for (pid, what) in [(front, "front-end"), (back, "backend")] {
+    let all = [
+        (front, "front-end"),
+        (back, "backend"),
+        (standby, "standby"),
+    ];
+    for (pid, what) in all {
         check_private(pid, what);
         let proc = PathBuf::from(format!("/proc/{pid}"));
         for name in ["cmdline", "environ", "comm", "maps", "mountinfo"] {
@@ -762,7 +843,9 @@ fn the_key_is_in_sealed_memory_files_and_nowhere_else() {
     let sealed = memory_files(front, "evermount-secrets");
     assert_eq!(sealed.len(), 1, "{sealed:?}");
     for name in ["evermount-secrets", "ceph.conf", "ceph.key"] {
-        assert_eq!(memory_files(back, name), [] as [PathBuf; 0]);
+        for pid in [back, standby] {
+            assert_eq!(memory_files(pid, name), [] as [PathBuf; 0]);
+        }
     }
     let file = File::open(&sealed[0]).unwrap();
     let seals = SealFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GET_SEALS).unwrap());
@@ -918,7 +1001,8 @@ fn an_unmount_of_a_dead_mount_ends_its_sessions() {
         } else {
             "cephfs"
         };
-        let file = busy_mount(&place, source, &[&conf], "three");
+        let file = busy_mount(&place, source, &[&conf, "--standby"], "three");
+        place.standby();
         let name = text(&place.files("session-")[0]);
         let mds = cluster.active_mds(fs).unwrap();
         let ours = |all: Vec<String>| all.into_iter().any(|session| name.contains(&session));
@@ -1026,11 +1110,12 @@ fn a_backend_whose_front_end_died_ends_its_session_in_order() {
     let cluster = cluster();
     let conf = format!("--conf={}", cluster.conf().display());
     let place = Place::new();
-    place.mount("ceph:cephfs/app", &[&conf]);
-    let status = place.status();
+    place.mount("ceph:cephfs/app", &[&conf, "--standby"]);
+    let (standby, status) = (place.standby(), place.status());
     let name = text(&place.files("session-")[0]);
     sigkill(status.frontend_pid);
     assert!(until(PATIENCE, || is_gone(status.backend_pid.unwrap())));
+    assert!(until(PATIENCE, || is_gone(standby)));
     let mds = cluster.active_mds("cephfs").unwrap();
     let gone = until(PATIENCE, || {
         let all = sessions(cluster, &mds);

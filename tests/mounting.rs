@@ -174,6 +174,11 @@ fn what_cannot_be_mounted_is_refused_with_one_clear_line_and_leaves_nothing() {
             &["lease", "relay"],
         ),
         (
+            &["mount", "dir:@/src", "@/mnt", "--standby"],
+            1,
+            &["--standby is for ceph: sources"],
+        ),
+        (
             &["mount", "dir:@/src", "@/mnt", "-o", "bogus"],
             2,
             &["'bogus'", "noatime"],

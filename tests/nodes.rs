@@ -828,6 +828,87 @@ fn object_stores_and_monitors_that_fail_are_waited_for() {
     b.end();
 }
 
+// ---- capabilities ----------------------------------------------------------------------------
+
+/// The metadata server wants its memory back, and gets it: what the kernel knows is not held here.
+#[test]
+fn the_metadata_server_gets_back_what_it_asks_for() {
+    const DIRECTORIES: usize = 8;
+    const OPEN: usize = 500;
+    const LIMIT: u64 = 1_000;
+    let files = if long() { 20_000 } else { 4_000 };
+    let cluster = Cluster::start(&ClusterOptions {
+        mgr: false,
+        conf: &[
+            "mds max caps per client = 1000",
+            "mds min caps per client = 100",
+            // It asks again before anything can have come back, which the library sends once a second.
+            // So it complains late.
+            "mds recall max caps = 1500",
+            "mds recall max decay threshold = 6000",
+            "mds min caps working set = 500",
+            "mds recall warning threshold = 50000",
+        ],
+        ..ClusterOptions::default()
+    });
+    let complaint = || {
+        let health = cluster.health();
+        health.contains("failing to respond to").then_some(health)
+    };
+    let mount = Mount::of_ceph(&cluster, "/recalled", &[]);
+    let name = &|number: usize| mount.path(&format!("{}/{number}", number % DIRECTORIES));
+    let backend = mount.status().backend_pid.unwrap().to_string();
+    let caps = || {
+        let sessions = cluster.sessions("mds.a");
+        let of_backend = |s: &&serde_json::Value| s["client_metadata"]["pid"] == backend.as_str();
+        let ours = sessions.iter().find(of_backend);
+        ours.unwrap()["num_caps"].as_u64().unwrap()
+    };
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for directory in 0..DIRECTORIES {
+            scope.spawn(move || {
+                fs::create_dir(name(directory).parent().unwrap()).unwrap();
+                for number in (directory..files).step_by(DIRECTORIES) {
+                    File::create(name(number)).unwrap();
+                }
+            });
+        }
+    });
+    let mut open: Vec<File> = (0..OPEN)
+        .map(|number| File::open(name(number)).unwrap())
+        .collect();
+    let mut most = 0;
+    for directory in 0..DIRECTORIES {
+        for entry in fs::read_dir(mount.path(&format!("{directory}"))).unwrap() {
+            entry.unwrap().metadata().unwrap();
+        }
+        most = most.max(caps());
+        assert_eq!(complaint(), None);
+    }
+    let known = mount.status().inodes;
+    eprintln!("{known} known, {most} caps at most: {:?}", began.elapsed());
+    assert!(known > files as u64);
+    let fallen = until(PATIENCE, || {
+        assert_eq!(complaint(), None);
+        // The library takes open files for given back when it counts (16.2.15).
+        caps() <= LIMIT + OPEN as u64 + LIMIT / 10
+    });
+    eprintln!("{} caps: {:?}", caps(), began.elapsed());
+    assert!(fallen, "{} capabilities are kept", caps());
+    assert_eq!(complaint(), None);
+
+    // What is open cannot be given back: then it does complain.
+    if long() {
+        open.extend((OPEN..5 * OPEN).map(|number| File::open(name(number)).unwrap()));
+        let complains = until(PATIENCE, || complaint().is_some());
+        eprintln!("{} caps, complains: {:?}", caps(), began.elapsed());
+        assert!(complains, "{} capabilities", caps());
+    }
+    drop(open);
+    mount.end();
+}
+
 // ---- the end ---------------------------------------------------------------------------------
 
 #[test]

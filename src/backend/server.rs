@@ -39,6 +39,9 @@ const STACK: usize = 2 << 20;
 /// A vault that does not answer for this long is a front-end that is gone.
 const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Objects in one message.
+const GONE_MAX: usize = 256;
+
 /// A store may take this long to end what would outlive the process.
 pub const RETIRE_LIMIT: Duration = Duration::from_secs(30);
 
@@ -100,14 +103,22 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
     let Some((message, fds)) = conn.recv::<FrontendMessage>()? else {
         return Err(ServeError::Attach("closed the socket before attaching"));
     };
-    let FrontendMessage::Attach {
+    let serves = matches!(message, FrontendMessage::Attach { .. });
+    let (FrontendMessage::Attach {
         protocol,
         source,
         options,
         session,
         attachments,
         ..
-    } = message
+    }
+    | FrontendMessage::Keep {
+        protocol,
+        source,
+        options,
+        session,
+        attachments,
+    }) = message
     else {
         return Err(ServeError::Attach("sent something else than an attach"));
     };
@@ -115,9 +126,7 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         return Err(ServeError::Protocol { theirs: protocol });
     }
     let mut fds = fds.into_iter();
-    let region_fd = fds.next();
-    let region_fd = region_fd.ok_or(ServeError::Attach("sent no session region"))?;
-    let region = Region::open(region_fd).map_err(ServeError::Region)?;
+    let region_fd = if serves { fds.next() } else { None };
     let given = Given {
         source,
         options: *options,
@@ -129,6 +138,11 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         next: AtomicU64::new(1),
         pending: Mutex::default(),
     });
+    if !serves {
+        return keep(&conn, link, given);
+    }
+    let region_fd = region_fd.ok_or(ServeError::Attach("sent no session region"))?;
+    let region = Region::open(region_fd).map_err(ServeError::Region)?;
     let serving: Arc<OnceLock<Arc<Server>>> = Arc::default();
 
     // Opening the store may need the vault, whose answers arrive on the socket.
@@ -165,20 +179,89 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
                 }
             }
             FrontendMessage::Retire => break,
-            FrontendMessage::Attach { .. } => {
+            FrontendMessage::Pin { .. } => {
+                return Err(ServeError::Attach("took a backend for a standby"));
+            }
+            FrontendMessage::Attach { .. } | FrontendMessage::Keep { .. } => {
                 return Err(ServeError::Attach("attached twice"));
             }
         }
     }
     if let Some(server) = serving.get() {
-        // The front-end may be gone, and the store may not answer.
-        let limit = std::thread::Builder::new().name("limit".into());
-        let _ = limit.spawn(|| {
-            std::thread::sleep(RETIRE_LIMIT);
-            tracing::error!("the store does not end its session; leaving it");
-            sys::exit_now(1)
-        });
+        limit_retirement();
         server.backend.retire();
+    }
+    Ok(())
+}
+
+/// The front-end may be gone, and the store may not answer: ends this process if it has not ended by
+/// itself.
+fn limit_retirement() {
+    let limit = std::thread::Builder::new().name("limit".into());
+    let _ = limit.spawn(|| {
+        std::thread::sleep(RETIRE_LIMIT);
+        tracing::error!("the store does not end its session; leaving it");
+        sys::exit_now(1)
+    });
+}
+
+/// Holds a standby session, as [`run`] serves.
+fn keep(conn: &Arc<Conn>, link: Arc<FrontendLink>, given: Given) -> Result<(), ServeError> {
+    let Source::Ceph(source) = given.source else {
+        return Err(ServeError::Attach("wants a standby of a store without one"));
+    };
+    // For `ps`.
+    let _ = rustix::thread::set_name(c"evermount-stby");
+    if let Some(bytes) = given.options.memory_limit {
+        sys::limit_memory(bytes).map_err(ServeError::Memory)?;
+    }
+    let (teller, news) = mpsc::channel();
+    let keeper = {
+        let conn = conn.clone();
+        move || {
+            let start = ceph::session::Start {
+                source: &source,
+                options: &given.options.ceph,
+                timeouts: Timeouts::default(),
+                names: &given.session,
+                secrets: given.secrets,
+                restore: given.restore,
+                retained: None,
+                frontend: link,
+            };
+            let keeping = || {
+                // Nobody hears it if the front-end is gone, which ends the conversation anyway.
+                let _ = conn.send(&BackendMessage::Keeping, &[]);
+            };
+            if let Err(e) = ceph::standby::keep(&start, &news, keeping) {
+                let reason = e.to_string();
+                let _ = conn.send(&BackendMessage::Failed { reason }, &[]);
+                sys::exit_now(1);
+            }
+        }
+    };
+    let keeper = std::thread::Builder::new()
+        .name("keep".into())
+        .spawn(keeper)
+        .map_err(ServeError::Thread)?;
+    while let Some((message, _)) = conn.recv::<FrontendMessage>()? {
+        let told = match message {
+            FrontendMessage::Pin { identities } => ceph::standby::News::Pin(identities),
+            FrontendMessage::Unpin { identities } => ceph::standby::News::Unpin(identities),
+            FrontendMessage::Retire => break,
+            FrontendMessage::Attach { .. }
+            | FrontendMessage::Keep { .. }
+            | FrontendMessage::Answer { .. } => {
+                return Err(ServeError::Attach("took a standby for a backend"));
+            }
+        };
+        // The thread lives until it is told no more, or the process ends.
+        let _ = teller.send(told);
+    }
+    limit_retirement();
+    drop(teller);
+    if keeper.join().is_err() {
+        sys::exit_now(1);
     }
     Ok(())
 }
@@ -237,6 +320,8 @@ struct Opened {
     backend: Box<dyn Backend>,
     /// Locks that somebody else has now.
     lost_locks: Vec<LostLock>,
+    /// Objects in use that are not there any more.
+    gone: Vec<Identity>,
     /// Sessions of dead mounts that it ended.
     ended: Vec<String>,
 }
@@ -254,6 +339,7 @@ fn open(given: Given, link: &Arc<FrontendLink>) -> Result<Opened, ServeError> {
             Ok(Opened {
                 backend: Box::new(Dir::open(&path, options, &**link)?),
                 lost_locks: Vec::new(),
+                gone: Vec::new(),
                 ended: Vec::new(),
             })
         }
@@ -274,6 +360,7 @@ fn open(given: Given, link: &Arc<FrontendLink>) -> Result<Opened, ServeError> {
             Ok(Opened {
                 backend: Box::new(opened.ceph),
                 lost_locks: opened.lost_locks,
+                gone: opened.gone,
                 ended: opened.ended,
             })
         }
@@ -296,8 +383,13 @@ fn start(
     let Opened {
         backend,
         lost_locks,
+        gone,
         ended,
     } = open(given, &link)?;
+    for part in gone.chunks(GONE_MAX) {
+        let identities = part.to_vec();
+        conn.send(&BackendMessage::Gone { identities }, &[])?;
+    }
     let root = backend.root();
     let needs_paths = backend.needs_paths();
     let server = Arc::new(Server {

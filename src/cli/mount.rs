@@ -58,6 +58,10 @@ pub struct Args {
     /// a request that needs more is answered EIO
     #[arg(long, value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
+    /// CephFS: a second process with a session of its own, which keeps deleted files in use while no
+    /// backend does
+    #[arg(long)]
+    standby: bool,
     #[command(flatten)]
     ceph: CephArgs,
     /// Mount options, separated by commas: ro, suid, dev, noexec, noatime, allow_other
@@ -229,6 +233,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if !is_ceph && !args.ceph.is_empty() {
         bail!("--id, --conf, --keyring, --keyfile, --mon and --ceph-option are for ceph: sources");
     }
+    if !is_ceph && args.standby {
+        bail!("--standby is for ceph: sources; what dir: has is kept without it");
+    }
     let (options, secret_files) = (args.ceph.options(), args.ceph.files());
     let secrets = if is_ceph {
         Some(seal(&secrets(&secret_files, &options)?)?)
@@ -255,6 +262,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             memory_limit: args.memory_limit,
             ceph: options,
         },
+        standby: args.standby,
         secrets: secrets.is_some(),
         secret_files,
     };

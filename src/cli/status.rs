@@ -199,8 +199,13 @@ fn table(s: &Status) -> String {
         line(
             "lost",
             format!(
-                "{} locks, {} bytes; {} conflicts, {} poisoned requests, {} failed restarts",
-                s.lost_locks, s.dropped_bytes, s.conflicts, s.poisoned, s.restarts_failed
+                "{} locks, {} files, {} bytes; {} conflicts, {} poisoned requests, {} failed restarts",
+                s.lost_locks,
+                s.lost_files,
+                s.dropped_bytes,
+                s.conflicts,
+                s.poisoned,
+                s.restarts_failed
             ),
         );
     }

@@ -54,6 +54,13 @@ pub enum BackendMessage {
         #[serde(default)]
         ended: Vec<String>,
     },
+    /// The standby session has begun and keeps what it was told to.
+    Keeping,
+    /// Objects that the kernel knows are gone from the store. Before `Ready`, not answered.
+    Gone {
+        /// Which; several messages if they are many.
+        identities: Vec<Identity>,
+    },
     /// Data of objects may be old in the kernel. Not answered.
     Stale {
         /// Which, and what of them.
@@ -107,6 +114,28 @@ pub enum FrontendMessage {
         /// What the descriptors are.
         #[serde(default)]
         attachments: Vec<Attachment>,
+    },
+    /// Serve nothing: hold a standby session, which keeps objects without a name while no backend
+    /// does. The descriptors beside it are those of `attachments`.
+    Keep {
+        /// The version both speak.
+        protocol: u32,
+        /// Where the session is to be.
+        source: Source,
+        /// How.
+        #[serde(default)]
+        options: Box<BackendOptions>,
+        /// Names for the session and for those of earlier standbys.
+        #[serde(default)]
+        session: SessionNames,
+        /// What the descriptors are.
+        #[serde(default)]
+        attachments: Vec<Attachment>,
+    },
+    /// To a standby: these objects have lost their last name, and the kernel knows them.
+    Pin {
+        /// Which.
+        identities: Vec<Identity>,
     },
     /// The kernel does not know these objects any more, which lost their last name.
     Unpin {
@@ -603,7 +632,7 @@ pub struct Status {
     pub frontend_pid: u32,
     /// The backend, while there is one.
     pub backend_pid: Option<u32>,
-    /// A successor kept warm.
+    /// The standby session's process, while it keeps what it should (`--standby`).
     pub standby_pid: Option<u32>,
     /// Version of the front-end's program.
     pub version: String,
@@ -653,6 +682,9 @@ pub struct Status {
     pub waiters: u64,
     /// Starts of a backend that came to nothing since the last one that served.
     pub restarts_failed: u64,
+    /// Files and directories in use that were gone from the store when a backend took over (CephFS).
+    /// What is done with them fails with ESTALE.
+    pub lost_files: u64,
 }
 
 #[cfg(test)]

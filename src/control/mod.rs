@@ -5,6 +5,7 @@
 //!
 //! * **backend ↔ front-end**, over a socket pair that the backend inherits: attach, become ready,
 //!   put into and take out of the vault ([`message::BackendMessage`], [`message::FrontendMessage`]).
+//!   A standby session's process speaks the same language, and only hears what to keep.
 //! * **client ↔ front-end**, over a socket in the runtime directory ([`runtime`]): `status` and the
 //!   like ([`message::Command`], [`message::CommandAnswer`]).
 //!

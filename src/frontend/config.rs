@@ -26,6 +26,9 @@ pub struct FrontendConfig {
     /// How a backend is to serve.
     #[serde(default)]
     pub backend: BackendOptions,
+    /// A second session keeps deleted files in use while no backend serves.
+    #[serde(default)]
+    pub standby: bool,
     /// Configuration and key for the backend come in a memory file as the standard input.
     #[serde(default)]
     pub secrets: bool,

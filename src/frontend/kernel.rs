@@ -145,7 +145,7 @@ impl Shared {
         let unpins = {
             let mut core = self.core.lock();
             core.delivered(&self.io, delivery, taken);
-            !core.unpin.is_empty()
+            core.has_news()
         };
         if unpins {
             self.ring();

@@ -2,7 +2,8 @@
 //!
 //! Threads that are all asleep when nothing happens: the reader and the writer on the kernel connection
 //! ([`kernel`]), those that tell the kernel what is old ([`notify`]), and the supervisor
-//! ([`supervisor`]), around one state ([`core`]).
+//! ([`supervisor`]), around one state ([`core`]). The supervisor also looks after the process of the
+//! [`standby`] session, if one is wanted.
 //!
 //! When this process dies, the mount dies with it.
 
@@ -13,6 +14,7 @@ pub mod kernel;
 pub mod mount;
 pub mod notify;
 pub mod sessions;
+pub mod standby;
 pub mod supervisor;
 pub mod vault;
 

@@ -6,12 +6,20 @@ use crate::control::sessions::{self, Abandoned, Record, Register, Store};
 
 use super::{FrontendConfig, FrontendError};
 
+/// Standbys that came to nothing in a row, of which the sessions are ended. No store has those of more
+/// for so long.
+const STANDBYS_MAX: usize = 64;
+
 /// See the module.
 pub struct Sessions {
     /// Beginning of the names of all of them.
     name: String,
     /// May be with the store, the newest last.
     names: Vec<String>,
+    /// Those of standbys, the newest last. No backend ends them.
+    standbys: Vec<String>,
+    /// Standbys there have been.
+    standby: u32,
     register: Register,
     /// Of mounts that died, until a backend has seen to them.
     abandoned: Vec<Abandoned>,
@@ -42,6 +50,8 @@ impl Sessions {
         Ok(Some(Sessions {
             name,
             names: Vec::new(),
+            standbys: Vec::new(),
+            standby: 0,
             register,
             abandoned,
         }))
@@ -88,6 +98,40 @@ impl Sessions {
         self.write();
     }
 
+    /// Names for the next standby.
+    pub fn next_standby(&mut self) -> SessionNames {
+        self.standby += 1;
+        let own = format!("{}-standby-{}", self.name, self.standby);
+        let old = self.standbys.clone();
+        self.standbys.push(own.clone());
+        if self.standbys.len() > STANDBYS_MAX {
+            self.standbys.remove(0);
+        }
+        self.write();
+        SessionNames {
+            own,
+            old,
+            abandoned: Vec::new(),
+        }
+    }
+
+    /// The newest standby has ended those of all others.
+    pub fn standby_keeps(&mut self) {
+        self.standbys = self.standbys.pop().into_iter().collect();
+        self.write();
+    }
+
+    /// The newest standby has ended in order, and so its session.
+    pub fn standby_ended(&mut self) {
+        self.standbys.pop();
+        self.write();
+    }
+
+    /// Some of standbys may be with the store.
+    pub fn standbys_are_left(&self) -> bool {
+        !self.standbys.is_empty()
+    }
+
     /// Some may be with the store.
     pub fn are_left(&self) -> bool {
         !self.names.is_empty()
@@ -95,13 +139,14 @@ impl Sessions {
 
     /// The mount is over. `ended`: its last session was ended in order.
     pub fn finish(self, ended: bool) {
-        if ended || self.names.is_empty() {
+        if (ended || self.names.is_empty()) && self.standbys.is_empty() {
             self.register.remove();
         }
     }
 
     fn write(&mut self) {
-        if let Err(e) = self.register.set(&self.names) {
+        let names = [&self.names[..], &self.standbys].concat();
+        if let Err(e) = self.register.set(&names) {
             tracing::warn!(
                 "cannot note the sessions of this mount in the runtime directory: {e}; should all its \
                  processes die, other clients may wait for a minute"

@@ -24,6 +24,7 @@ use super::kernel::Shared;
 use super::mount::unmount;
 use super::notify::Stale;
 use super::sessions::Sessions;
+use super::standby::{self, Standby};
 use crate::backend::VaultKey;
 use crate::backend::server::{EXIT_LOST, RETIRE_LIMIT};
 use crate::control::blob;
@@ -43,21 +44,21 @@ use crate::wire::Errno;
 /// How often callers and deadlines are looked at while something is held.
 const TICK: Duration = Duration::from_millis(250);
 /// A backend that is not ready by then is killed and tried again.
-const START_LIMIT: Duration = Duration::from_secs(60);
+pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
 /// Longest time between two starts.
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A backend that was told to retire, or that closed its socket, has this long to exit.
 const EXIT_LIMIT: Duration = Duration::from_millis(500);
 /// As long as this if it has a session to end. Otherwise the store would wait for it for minutes.
-const SESSION_END_LIMIT: Duration = RETIRE_LIMIT;
+pub(super) const SESSION_END_LIMIT: Duration = RETIRE_LIMIT;
 /// Messages of a backend that are dealt with before anything else has its turn.
 const MESSAGES_PER_STEP: usize = 64;
 /// A backend that does not take an answer for this long is not worth waiting for.
-const SEND_LIMIT: Duration = Duration::from_secs(1);
+pub(super) const SEND_LIMIT: Duration = Duration::from_secs(1);
 /// Generations in a row that died over their first request, after which the next one has to wait.
 const FRUITLESS_MAX: u32 = 5;
 /// Objects in one message.
-const UNPIN_MAX: usize = 256;
+pub(super) const UNPIN_MAX: usize = 256;
 /// Clients that may be connected at a time.
 const CLIENTS_MAX: usize = 32;
 
@@ -98,6 +99,8 @@ pub struct Supervisor {
     retained: Option<Retained>,
     /// Of a store that has them.
     sessions: Option<Sessions>,
+    /// If one is wanted.
+    standby: Option<Standby>,
     reason: Option<String>,
     last_tick: Instant,
     requests_seen: u64,
@@ -119,6 +122,7 @@ impl Supervisor {
         };
         Ok(Supervisor {
             mountpoint: config.mount.mountpoint.clone(),
+            standby: (config.standby && sessions.is_some()).then(Standby::default),
             signals: SignalFd::with_flags(&end_signals(), flags)?,
             shared,
             config,
@@ -165,27 +169,25 @@ impl Supervisor {
         self.stop();
     }
 
-    /// Ends the backend: gently, then not.
+    /// Ends backend and standby: gently, then not.
     pub fn stop(&mut self) {
-        // The session of a backend that died would keep other clients waiting, so the next one ends it,
-        // and then its own.
         let deadline = Instant::now() + SESSION_END_LIMIT;
+        self.end_standby(deadline);
+        // The session of a backend that died would keep other clients waiting, so the next one ends it,
+        // and then its own. That it was killed a moment ago may only be seen when it ends.
         let ended = loop {
-            while self.root.is_some()
-                && self.sessions.as_ref().is_some_and(Sessions::are_left)
-                && !self.is_ready()
-                && Instant::now() < deadline
-            {
+            let left = self.sessions.as_ref().is_some_and(Sessions::are_left);
+            let left = left && self.root.is_some();
+            while left && !self.is_ready() && Instant::now() < deadline {
                 self.step(Some(TICK));
             }
-            self.start_at = None;
             let ended = self.end_backend();
-            // One that died on the way leaves what it had not written to the next.
-            if ended || self.unflushed() == 0 || Instant::now() >= deadline {
+            if ended || !left || Instant::now() >= deadline {
                 break ended;
             }
-            self.start_at = Some(Instant::now());
+            self.backend_exited();
         };
+        self.start_at = None;
         if self.unflushed() > 0 {
             tracing::error!(
                 "{} acknowledged bytes were not written: the store did not take them in time",
@@ -205,7 +207,7 @@ impl Supervisor {
 
     /// True if it ended in order, and its session with it.
     fn end_backend(&mut self) -> bool {
-        let Some(mut backend) = self.backend.take() else {
+        let Some(backend) = &mut self.backend else {
             return false;
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
@@ -222,7 +224,11 @@ impl Supervisor {
         }
         let _ = backend.child.kill();
         let status = backend.child.wait();
-        status.is_ok_and(|status| status.success())
+        let ended = status.is_ok_and(|status| status.success());
+        if ended {
+            self.backend = None;
+        }
+        ended
     }
 
     /// Waits for something to happen, at most `limit`, and deals with it.
@@ -249,6 +255,13 @@ impl Supervisor {
             self.hear_backend(usize::MAX);
             self.backend_exited();
         }
+        if let Some(standby) = &mut self.standby {
+            standby.look_after();
+        }
+        if woken.standby {
+            self.hear_standby();
+        }
+        self.tell_standby();
         if woken.listener {
             self.accept();
         }
@@ -269,8 +282,13 @@ impl Supervisor {
         let mut timeouts: Vec<Duration> = limit.into_iter().collect();
         timeouts.extend(self.start_at.map(until));
         timeouts.extend(self.backend.as_ref().and_then(|b| b.kill_at).map(until));
+        timeouts.extend(self.standby.as_ref().and_then(Standby::due).map(until));
         let busy = {
             let core = self.shared.core.lock();
+            timeouts.extend(core.standby_due().map(|at| {
+                let left = at.saturating_sub(sys::monotonic_ns());
+                Duration::from_nanos(left)
+            }));
             let requests = core.counters.requests;
             let traffic = std::mem::replace(&mut self.requests_seen, requests) != requests;
             // SYNC: the reader clears this after it has put a request into the core; set under
@@ -298,6 +316,9 @@ impl Supervisor {
             fds.push(b.conn.as_fd());
             fds.len() - 1
         });
+        let standby_from = fds.len();
+        fds.extend(self.standby.iter().flat_map(Standby::fds));
+        let standby = standby_from..fds.len();
         let listener_at = self.listener.as_ref().map(|l| {
             fds.push(l.as_fd());
             fds.len() - 1
@@ -322,6 +343,7 @@ impl Supervisor {
             signal: happened(1),
             exited: pidfd_at.is_some_and(happened),
             conn: conn_at.is_some_and(happened),
+            standby: standby.clone().any(happened),
             listener: listener_at.is_some_and(happened),
             clients: (clients_from..fds.len()).any(happened),
         }
@@ -417,6 +439,12 @@ impl Supervisor {
                 }
                 return;
             }
+            BackendMessage::Gone { identities } => {
+                core.lock().lose_files(&identities);
+                Ok(())
+            }
+            // Said by a standby.
+            BackendMessage::Keeping => Ok(()),
             BackendMessage::Stale { ranges } => {
                 let core = core.lock();
                 let stale = ranges.iter().filter_map(|range| {
@@ -566,6 +594,9 @@ impl Supervisor {
         if self.root.replace(root).is_none() {
             core.tables
                 .set_root(&root, &crate::wire::abi::Attr::default());
+            if let Some(standby) = &mut self.standby {
+                standby.wanted();
+            }
         } else {
             self.takeovers += 1;
         }
@@ -680,6 +711,64 @@ impl Supervisor {
         }
     }
 
+    // ---- the standby session -----------------------------------------------------------------
+
+    fn hear_standby(&mut self) {
+        let (Some(standby), Some(sessions)) = (&mut self.standby, &mut self.sessions) else {
+            return;
+        };
+        while let Some(event) = standby.hear() {
+            let core = &self.shared.core;
+            match event {
+                standby::Event::Hello => {
+                    let restore = core.lock().standby_begins();
+                    let names = sessions.next_standby();
+                    standby.attach(&self.config, self.secrets.as_ref(), names, &restore);
+                }
+                standby::Event::Keeps => sessions.standby_keeps(),
+                standby::Event::Ended => core.lock().standby_ended(),
+            }
+        }
+    }
+
+    /// Ends the standby, as [`stop`](Supervisor::stop) ends the backend.
+    fn end_standby(&mut self, deadline: Instant) {
+        loop {
+            let (Some(standby), Some(sessions)) = (&mut self.standby, &mut self.sessions) else {
+                return;
+            };
+            let over = Instant::now() >= deadline;
+            if sessions.standbys_are_left() && !standby.keeps() && !over {
+                standby.wanted();
+                self.step(Some(TICK));
+                continue;
+            }
+            if standby.end() {
+                sessions.standby_ended();
+            }
+            if over || !sessions.standbys_are_left() {
+                self.standby = None;
+                return;
+            }
+        }
+    }
+
+    /// Tells the standby what to keep from now on, and what not.
+    fn tell_standby(&mut self) {
+        let Some(standby) = &mut self.standby else {
+            return;
+        };
+        let mut core = self.shared.core.lock();
+        if core
+            .standby_due()
+            .is_some_and(|at| at <= sys::monotonic_ns())
+        {
+            let (unpin, pin) = core.standby_news();
+            drop(core);
+            standby.tell(&unpin, &pin);
+        }
+    }
+
     // ---- clients -----------------------------------------------------------------------------
 
     fn accept(&mut self) {
@@ -744,7 +833,7 @@ impl Supervisor {
             channel: self.config.channel,
             frontend_pid: std::process::id(),
             backend_pid: self.backend.as_ref().map(|b| b.child.id()),
-            standby_pid: None,
+            standby_pid: self.standby.as_ref().and_then(Standby::pid),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             backend_version: self.backend_version.clone(),
             takeovers: self.takeovers,
@@ -759,6 +848,7 @@ impl Supervisor {
             conflicts: count(Retained::conflicts),
             dropped_bytes: count(Retained::dropped_bytes),
             unflushed_bytes: self.unflushed(),
+            lost_files: core.counters.lost_files,
             inodes: core.tables.inodes(),
             inflight: core.inflight() as u64,
             oldest_request_ms: core.oldest().map(since),
@@ -808,6 +898,7 @@ struct Woken {
     signal: bool,
     exited: bool,
     conn: bool,
+    standby: bool,
     listener: bool,
     clients: bool,
 }
@@ -832,7 +923,7 @@ fn answer(conn: &Conn, id: u64, errno: i32, fd: Option<OwnedFd>) -> Result<(), C
 }
 
 /// Starts this program again as a backend. Its standard input is the control socket.
-fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
+pub(super) fn spawn() -> std::io::Result<(Child, OwnedFd, Conn)> {
     let (ours, theirs) = Conn::pair().map_err(std::io::Error::other)?;
     let mut child = Process::new("/proc/self/exe")
         // What `ps` shows instead of the path above.
@@ -883,7 +974,7 @@ fn describe(status: ExitStatus) -> String {
 
 /// Time to the next start after this many failures: 100 ms, doubled each time up to
 /// [`BACKOFF_MAX`], give or take a quarter, so that the mounts of a node do not start in step.
-fn backoff(failures: u32) -> Duration {
+pub(super) fn backoff(failures: u32) -> Duration {
     let base = Duration::from_millis(100 << failures.saturating_sub(1).min(16)).min(BACKOFF_MAX);
     let jitter = sys::realtime_ns() / 1000 % 500;
     base.mul_f64(0.75 + jitter as f64 / 1000.0)

@@ -208,7 +208,10 @@ impl Client {
 
     /// Has `listener` told of data that is old, for the life of the process. After [`init`](Client::init), before
     /// [`mount`](Client::mount).
-    pub fn listen(&self, listener: impl Fn(Vino, i64, i64) + Send + Sync + 'static) {
+    pub fn listen(
+        &self,
+        listener: impl Fn(Vino, i64, i64) + Send + Sync + 'static,
+    ) -> Result<(), Errno> {
         let listener: Listener = Box::new(listener);
         let listener: &'static Listener = Box::leak(Box::new(listener));
         let mut args = CallbackArgs {
@@ -222,8 +225,15 @@ impl Client {
             umask_cb: Some(on_umask),
             ino_release_cb: None,
         };
-        // SAFETY: the library copies the struct; the handle lives for ever.
-        unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
+        match self.lib.ll_register_callbacks2 {
+            // SAFETY: the library copies the struct; the handle lives for ever.
+            Some(register) => check(unsafe { register(self.raw(), &mut args) }).map(drop),
+            None => {
+                // SAFETY: as above.
+                unsafe { (self.lib.ll_register_callbacks)(self.raw(), &mut args) };
+                Ok(())
+            }
+        }
     }
 
     /// Makes [`File::may_cache`] possible. After [`mount`](Client::mount). Without it nothing may ever
@@ -579,6 +589,12 @@ impl Inode {
     pub fn has_lost_its_session(&self, perms: &Perms) -> bool {
         let refused = matches!(self.stat(perms), Err(Errno::ESHUTDOWN | Errno::ENOTCONN));
         refused && !self.client.is_ending()
+    }
+
+    /// Has the metadata server know that this client refers to the object. Costs nothing while it does:
+    /// the capability for that is the only one that is never taken back.
+    pub fn hold(&self, perms: &Perms) -> Result<(), Errno> {
+        self.ask(0, 0, perms).map(drop)
     }
 
     /// Changes the attributes named by `mask` (`ffi::setattr`).

@@ -178,6 +178,8 @@ macro_rules! functions {
         #[allow(missing_docs)]
         pub struct Functions {
             $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
+            /// Of later releases: refuses (EBUSY) when it is too late for callbacks.
+            pub ll_register_callbacks2: Option<Register>,
             /// Never unloaded: its threads live as long as the process.
             _library: std::mem::ManuallyDrop<Library>,
         }
@@ -193,6 +195,10 @@ macro_rules! functions {
                         // SAFETY: the type is the header's; tests/cephfs_abi.rs checks it.
                         *unsafe { library.get(symbol.as_bytes()) }?
                     },)*
+                    // SAFETY: as above, where the header has it.
+                    ll_register_callbacks2: unsafe { library.get(b"ceph_ll_register_callbacks2\0") }
+                        .map(|symbol| *symbol)
+                        .ok(),
                     _library: std::mem::ManuallyDrop::new(library),
                 })
             }
@@ -206,6 +212,7 @@ type Fh = *mut CephFh;
 type Dir = *mut CephDir;
 type Perms = *const CephPerms;
 type Str = *const c_char;
+type Register = unsafe extern "C" fn(Mount, *mut CallbackArgs) -> c_int;
 type Recall = unsafe extern "C" fn(Fh, *mut c_void);
 
 functions! {

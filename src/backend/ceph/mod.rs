@@ -4,7 +4,8 @@
 //! granted: capabilities, open files, locks. A session cannot be inherited; when the process dies
 //! the metadata server keeps it, and everybody else waits for what it holds, for a minute. So the
 //! next generation begins a session of its own and has the dead one ended, in an order in which
-//! nothing is lost ([`session`]).
+//! nothing is lost ([`session`]). What only a session keeps alive can be kept by a second one, in a
+//! process of its own, while there is no backend ([`standby`]).
 //!
 //! While it serves, little is kept here that the tables do not have:
 //!
@@ -44,6 +45,7 @@ mod names;
 mod node;
 mod retain;
 pub mod session;
+pub mod standby;
 mod verify;
 mod warm;
 mod xattr;

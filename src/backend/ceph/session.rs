@@ -16,6 +16,7 @@
 //!    have it by now: it is lost, and those who believe to have it must know.
 //! 5. The backend serves. Files are opened when they are used, and the rest in the background.
 
+use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -42,7 +43,7 @@ use crate::region::retained::{Log, Retained};
 use crate::wire::Errno;
 
 /// How often an idle session is looked at. Mostly that costs nothing: the answer is known here.
-const WATCH: Duration = Duration::from_secs(1);
+pub(super) const WATCH: Duration = Duration::from_secs(1);
 /// Many objects are dealt with by this many threads: each waits for the metadata server.
 const THREADS: usize = 8;
 
@@ -72,6 +73,8 @@ pub struct Opened {
     pub ceph: Ceph,
     /// Locks that somebody else has now.
     pub lost_locks: Vec<LostLock>,
+    /// What was in use and is not there any more.
+    pub gone: Vec<Identity>,
     /// Those of [`SessionNames::abandoned`] that were there.
     pub ended: Vec<String>,
 }
@@ -92,7 +95,7 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
     let login = Login::new(start.source, start.options, &start.secrets);
     let connected = login.connect(&start.names.own)?;
     let (client, hurried) = (connected.client.clone(), connected.hurried);
-    client.listen({
+    let listening = client.listen({
         let (frontend, warm) = (start.frontend.clone(), warm.clone());
         let retainer = retainer.clone();
         move |vino, off, len| {
@@ -103,6 +106,7 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
             frontend.stale(&identity(vino), off, len);
         }
     });
+    listening.map_err(|errno| login.mount_error(errno))?;
     let mounting = connected.mount(&start.source.path, None)?;
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
         Ok((None, Ended::default()))
@@ -126,13 +130,15 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
             warm,
             retained: log.map(|log| (log, found)),
         };
-        let (ceph, lost_locks) = begin(begun, start).map_err(|errno| login.mount_error(errno))?;
+        let (ceph, lost_locks, gone) =
+            begin(begun, start).map_err(|errno| login.mount_error(errno))?;
         if let Some(flusher) = &ceph.retainer {
             let _ = retainer.set(flusher.clone());
         }
         Ok(Opened {
             ceph,
             lost_locks,
+            gone,
             ended: ended.abandoned,
         })
     });
@@ -145,7 +151,7 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
 
 /// Sessions that were ended.
 #[derive(Default)]
-struct Ended {
+pub(super) struct Ended {
     /// Of those of dead generations the ones that were there ([`retain::number`]).
     existed: Vec<u64>,
     /// Those of dead mounts that were there.
@@ -153,7 +159,7 @@ struct Ended {
 }
 
 /// Ends sessions of dead generations and of dead mounts, and those of the keepers of what died early.
-fn end_sessions(
+pub(super) fn end_sessions(
     client: &Client,
     names: &SessionNames,
     mounting: &Mounting,
@@ -221,7 +227,10 @@ struct Begun<'a> {
 }
 
 /// Takes over in a session that has begun.
-fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), Errno> {
+fn begin(
+    begun: Begun<'_>,
+    start: &Start<'_>,
+) -> Result<(Ceph, Vec<LostLock>, Vec<Identity>), Errno> {
     let Begun {
         client,
         keeper,
@@ -272,6 +281,7 @@ fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), E
     // At once: until then anybody can take them.
     let lost = ceph.restore_locks(&start.restore.locks);
     let held = Held::find(&start.restore, |vino| find(client, vino));
+    let gone = held.gone(&start.restore.pinned);
     held.hand_over(&ceph.handles, &ceph.pins);
     if let Some(retainer) = &ceph.retainer {
         let ends = keeper.as_ref().map(|keeper| &keeper.ends);
@@ -289,7 +299,7 @@ fn begin(begun: Begun<'_>, start: &Start<'_>) -> Result<(Ceph, Vec<LostLock>), E
     *ceph.keeper.lock() = keeper.map(Keeper::let_go);
     ceph.open_pending();
     ceph.watch_session();
-    Ok((ceph, lost))
+    Ok((ceph, lost, gone))
 }
 
 /// A session that keeps what a dead generation held, and ends the dead ones.
@@ -362,13 +372,16 @@ fn keeper_of(name: &str) -> String {
 }
 
 /// What the last generation held, found.
-struct Held<'a> {
+pub(super) struct Held<'a> {
     handles: Vec<(&'a HeldHandle, Option<Inode>)>,
-    pinned: Vec<(Vino, Inode)>,
+    pub(super) pinned: Vec<(Vino, Inode)>,
 }
 
 impl<'a> Held<'a> {
-    fn find(restore: &'a Restore, find: impl Fn(Vino) -> Option<Inode> + Sync) -> Held<'a> {
+    pub(super) fn find(
+        restore: &'a Restore,
+        find: impl Fn(Vino) -> Option<Inode> + Sync,
+    ) -> Held<'a> {
         let find = |id: &Identity| vino(id).and_then(&find);
         let opened = each(&restore.handles, |handle| find(&handle.identity));
         let pinned = each(&restore.pinned, find);
@@ -378,6 +391,18 @@ impl<'a> Held<'a> {
                 .filter_map(|(id, inode)| Some((vino(id)?, inode?)))
                 .collect(),
         }
+    }
+
+    /// What is not there any more, each once.
+    fn gone(&self, pinned: &[Identity]) -> Vec<Identity> {
+        let found: HashSet<Vino> = self.pinned.iter().map(|(vino, _)| *vino).collect();
+        let is_found = |id: &&Identity| vino(id).is_some_and(|vino| found.contains(&vino));
+        let closed = self.handles.iter().filter(|(_, inode)| inode.is_none());
+        let gone: HashSet<Identity> = closed
+            .map(|(handle, _)| handle.identity)
+            .chain(pinned.iter().filter(|id| !is_found(id)).copied())
+            .collect();
+        gone.into_iter().collect()
     }
 
     fn hand_over(self, handles: &Handles, pins: &Pins) {
@@ -445,7 +470,7 @@ fn find(client: &Arc<Client>, vino: Vino) -> Option<Inode> {
 }
 
 /// Looks an object up as soon as the session has begun far enough.
-fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
+pub(super) fn find_early(client: &Arc<Client>, vino: Vino, mounting: &Mounting) -> Option<Inode> {
     let deadline = Instant::now() + CONNECT_LIMIT;
     loop {
         match client.find(vino) {

@@ -19,6 +19,7 @@ mod completion;
 mod generations;
 mod outage;
 mod sessions;
+mod standby;
 #[cfg(test)]
 mod tests;
 mod waiters;
@@ -40,6 +41,7 @@ use crate::region::{CHUNK, CHUNKS, Identity, MAX_CHUNKS, MAX_WRITE, Region, SLOT
 use crate::sys;
 use crate::wire::abi::*;
 use crate::wire::{DecodeError, Errno, Op, Opcode, Request};
+use standby::News;
 use waiters::setlk_bytes;
 
 /// Bytes of requests kept outside of slots, after which the front-end stops reading. Private
@@ -181,6 +183,8 @@ pub struct Counters {
     pub requests: u64,
     /// Locked ranges that could not be locked again.
     pub lost_locks: u64,
+    /// Objects in use that were gone.
+    pub lost_files: u64,
     /// Replies of a backend that made no sense.
     pub protocol_errors: u64,
 }
@@ -209,6 +213,10 @@ pub struct Core {
     pinned: HashSet<Identity>,
     /// Those it does not know any more: to be told to the backend.
     pub unpin: Vec<Identity>,
+    /// What the standby session, if there is one, does not know yet.
+    standby: Option<News>,
+    /// Objects that were gone when a backend took over, and that the kernel knows.
+    gone: HashSet<Identity>,
     /// Nodes with a set time that were closed after writing, and when, oldest first.
     closed: VecDeque<(u64, u64)>,
     /// The store has sessions ([`sessions`]).
@@ -288,6 +296,8 @@ impl Core {
             stale: Vec::new(),
             pinned: HashSet::new(),
             unpin: Vec::new(),
+            standby: None,
+            gone: HashSet::new(),
             closed: VecDeque::new(),
             sessions,
             after_notice: Vec::new(),

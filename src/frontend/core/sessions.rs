@@ -201,6 +201,9 @@ impl Core {
             Some(nodeid) if done => {
                 self.tables.set_vaulted(nodeid, true);
                 self.pinned.insert(journal.target);
+                if let Some(news) = &mut self.standby {
+                    news.pin(journal.target);
+                }
             }
             // The kernel never knew it, or it has kept its name.
             _ if !self.pinned.contains(&journal.target) => self.unpin.push(journal.target),
@@ -210,8 +213,12 @@ impl Core {
 
     /// The kernel knows an object without a name no more.
     pub(super) fn forget_pinned(&mut self, identity: Identity) {
+        self.gone.remove(&identity);
         if self.pinned.remove(&identity) {
             self.unpin.push(identity);
+            if let Some(news) = &mut self.standby {
+                news.unpin(identity);
+            }
         }
     }
 
