@@ -10,11 +10,13 @@
 //!    [`Keeper`], does that and ends as soon as the first has found them as well: what is looked up
 //!    while a mount is under way the library takes for the root or for its parents (16.2.15), and then
 //!    it serves another directory, or goes round in circles when it looks for quotas.
-//! 3. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
+//! 3. **Locks** are asked for while the dead session has them still, so that nobody can have one in
+//!    between ([`queue`](super::queue)).
+//! 4. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
 //!    it can reach the store; what it held is free.
-//! 4. **Locks** are taken again, before anything is read or written. Somebody who waited for one may
-//!    have it by now: it is lost, and those who believe to have it must know.
-//! 5. The backend serves. Files are opened when they are used, and the rest in the background.
+//! 5. The **locks** are there, before anything is read or written. Somebody who waited for one before
+//!    has it by now: it is lost, and those who believe to have it must know.
+//! 6. The backend serves. Files are opened when they are used, and the rest in the background.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -25,9 +27,10 @@ use super::caller::Callers;
 use super::client::{Client, Inode, Perms};
 use super::ffi::{Vino, setattr};
 use super::files::{Handles, Pending, restore};
-use super::locks::Locks;
+use super::locks::{Locks, Mark};
 use super::login::{CLOSE_DEFAULT, CONNECT_LIMIT, CephError, Login, Mounting, c_string, set};
 use super::node::{Pins, identity, vino, vino_of};
+use super::queue::Queue;
 use super::warm::Warm;
 use super::{Ceph, prove_session};
 use crate::backend::convert::Timeouts;
@@ -86,11 +89,14 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
             frontend.stale(&identity(vino), off, len);
         }
     });
-    let mounting = connected.mount(&start.source.path, None)?;
+    let mounting = Arc::new(connected.mount(&start.source.path, None)?);
+    let mark = Mark::of(&start.names.own);
+    let queue = Queue::begin(&client, &mounting, &start.restore.locks, mark);
+    let asks = queue.is_some();
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
         Ok((None, Vec::new()))
     } else {
-        Keeper::begin(start, &login).map(|(keeper, ended)| (Some(keeper), ended))
+        Keeper::begin(start, &login, queue.as_ref()).map(|(keeper, ended)| (Some(keeper), ended))
     };
     mounting
         .outcome()
@@ -101,16 +107,17 @@ pub fn open(start: &Start<'_>) -> Result<Opened, CephError> {
             // From now on the session may take its time to end: it has something to write.
             set(&client, "client_shutdown_timeout", CLOSE_DEFAULT)?;
         }
-        let (ceph, lost_locks) =
-            begin(&client, start, keeper, pins, warm).map_err(|errno| login.mount_error(errno))?;
+        let (ceph, lost_locks) = begin(&client, start, keeper, queue, pins, warm)
+            .map_err(|errno| login.mount_error(errno))?;
         Ok(Opened {
             ceph,
             lost_locks,
             ended,
         })
     });
-    if begun.is_err() {
-        // The session has begun; without this it would stay for minutes.
+    // The session has begun; without this it would stay for minutes. With locks that are waited for the
+    // end would wait for them; then it is the next generation that ends it.
+    if begun.is_err() && !asks {
         let _ = client.unmount();
     }
     begun
@@ -175,11 +182,37 @@ pub fn end_abandoned(
     ended
 }
 
+/// What it takes to end the session of this generation from another one.
+pub(super) struct End {
+    source: CephSource,
+    options: CephOptions,
+    secrets: Secrets,
+    own: String,
+}
+
+impl End {
+    fn of(start: &Start<'_>) -> End {
+        End {
+            source: start.source.clone(),
+            options: start.options.clone(),
+            secrets: start.secrets.clone(),
+            own: start.names.own.clone(),
+        }
+    }
+
+    /// As [`end_abandoned`], for this one.
+    pub(super) fn end(&self) -> Result<(), CephError> {
+        let own = vec![self.own.clone()];
+        end_abandoned(&self.source, &self.options, &self.secrets, own).map(drop)
+    }
+}
+
 /// Takes over in a session that has begun.
 fn begin(
     client: &Arc<Client>,
     start: &Start<'_>,
     keeper: Option<Keeper>,
+    queue: Option<Queue>,
     pins: Arc<Pins>,
     warm: Arc<Warm>,
 ) -> Result<(Ceph, Vec<LostLock>), Errno> {
@@ -206,13 +239,17 @@ fn begin(
         pins,
         directories: OnceLock::new(),
         warm,
-        locks: Locks::default(),
+        locks: Locks::new(Mark::of(&start.names.own)),
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
         keeper: Mutex::default(),
+        end: OnceLock::new(),
     };
-    // At once: until then anybody can take them.
-    let lost = ceph.restore_locks(&start.restore.locks);
+    // At once: until then anybody can take those that are not waited for.
+    let lost = ceph.restore_locks(&start.restore.locks, queue);
+    if ceph.locks.are_waited_for() {
+        let _ = ceph.end.set(End::of(start));
+    }
     set_times(client, &start.restore.times, &ceph.superuser);
     let held = Held::find(&start.restore, |vino| find(client, vino));
     held.hand_over(&ceph.handles, &ceph.pins);
@@ -235,7 +272,11 @@ struct Keeper {
 
 impl Keeper {
     /// Returns the sessions of dead mounts that it ended, too.
-    fn begin(start: &Start<'_>, login: &Login<'_>) -> Result<(Keeper, Vec<String>), CephError> {
+    fn begin(
+        start: &Start<'_>,
+        login: &Login<'_>,
+        queue: Option<&Queue>,
+    ) -> Result<(Keeper, Vec<String>), CephError> {
         let name = keeper_of(&start.names.own);
         let connected = login.connect(&name)?;
         let client = connected.client.clone();
@@ -248,6 +289,9 @@ impl Keeper {
             client,
             mounting,
         };
+        if let Some(queue) = queue {
+            queue.wait();
+        }
         let ended = end_sessions(&keeper.client, start.names, &keeper.mounting)?;
         Ok((keeper, ended))
     }
