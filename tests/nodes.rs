@@ -284,85 +284,192 @@ fn a_lock_another_client_waited_for_is_lost_with_the_session_and_its_handle_says
     b.end();
 }
 
-/// Increments a number in a file under a lock until told to stop. Returns how often it surely did,
-/// and how often perhaps: a lock that is lost fails the write, which may have been done before.
-fn count(path: &Path, direct: bool, stop: &AtomicBool) -> (u64, u64) {
-    let open = || {
-        let mut options = OpenOptions::new();
-        let flags = if direct { libc::O_DIRECT } else { 0 };
-        let file = options.read(true).write(true).custom_flags(flags);
-        file.open(path).unwrap()
+#[test]
+fn a_lock_that_is_lost_is_waited_for_by_nobody_who_matters() {
+    let cluster = Cluster::shared();
+    let a = Mount::of_ceph(cluster, "/given-back", &[]);
+    let c = third_node(cluster, "/given-back");
+    let held = open_rw(&a.path("file"));
+    let first = |file: &File, kind| fcntl(file.as_fd(), FcntlArg::F_SETLK(&range(kind, 0, 10)));
+    let second = |file: &File, kind| fcntl(file.as_fd(), FcntlArg::F_SETLK(&range(kind, 20, 10)));
+    let mut winner = Actor::on(&c.path("file"));
+    let lose = |held: &File, winner: &mut Actor| {
+        first(held, "w").unwrap();
+        winner.tell("posixw 0 w 0 10");
+        assert_eq!(winner.answer_within(Duration::from_millis(500)), None);
+        let lost = a.status().lost_locks;
+        a.replace_backend();
+        assert_eq!(winner.answer(), "ok");
+        a.wait("lost", |s| s.lost_locks > lost);
     };
-    let mut file = open();
-    let (mut surely, mut perhaps) = (0, 0);
-    let mut increment = |file: &File| -> io::Result<()> {
-        lock(file, "ofdw", "w")?;
-        let mut number = [0; 8];
-        file.read_exact_at(&mut number, 0)?;
-        let next = (u64::from_ne_bytes(number) + 1).to_ne_bytes();
-        perhaps += 1;
-        file.write_all_at(&next, 0)?;
-        (surely, perhaps) = (surely + 1, perhaps - 1);
-        lock(file, "ofdw", "u")?;
-        Ok(())
-    };
-    while !stop.load(Ordering::Relaxed) {
-        match increment(&file) {
-            Ok(()) => {}
-            Err(e) if e.raw_os_error() == Some(libc::EIO) => file = open(),
-            Err(e) => panic!("{}: {e}", path.display()),
-        }
-        // Others have their turn: those of evermount try from time to time, in no queue.
-        sleep(Duration::from_millis(5));
-    }
-    (surely, perhaps)
+    lose(&held, &mut winner);
+    // The same owner takes another one, which stays when the one that is lost comes late.
+    let again = open_rw(&a.path("file"));
+    second(&again, "w").unwrap();
+    assert_eq!(first(&again, "w"), Err(nix::errno::Errno::EAGAIN));
+    assert_eq!(winner.ask("posix 0 u 0 10"), "ok");
+    assert!(until(BOUND, || winner.ask("posix 0 w 0 10") == "ok"));
+    assert_eq!(winner.ask("posix 0 u 0 10"), "ok");
+    assert_eq!(winner.ask("posix 0 w 20 10"), "EAGAIN");
+    a.replace_backend();
+    assert_eq!(winner.ask("posix 0 w 20 10"), "EAGAIN");
+    second(&again, "u").unwrap();
+    // The end of the mount does not wait for the winner either.
+    lose(&again, &mut winner);
+    let third = open_rw(&a.path("file"));
+    second(&third, "w").unwrap();
+    drop((held, again, third));
+    let began = Instant::now();
+    a.end();
+    eprintln!("the mount ends in {:?}", began.elapsed());
+    // A backend that cannot end its session leaves it after 30 s.
+    assert!(began.elapsed() < Duration::from_secs(15));
+    assert_eq!(winner.ask("posix 0 w 20 10"), "ok");
 }
 
-fn counted_by_all(cluster: &Cluster, directory: &str, direct: bool, with_third: bool) {
-    let (a, b) = two_nodes(cluster, directory);
-    let c = third_node(cluster, directory);
-    fs::write(a.path("number"), 0u64.to_ne_bytes()).unwrap();
-    let mut paths = vec![a.path("number"), b.path("number")];
-    paths.extend(with_third.then(|| c.path("number")));
+/// Somebody who increments a number in a file under a lock.
+#[derive(Default)]
+struct Counter {
+    path: PathBuf,
+    direct: bool,
+    /// Tries again and again instead of waiting its turn.
+    tries: bool,
+    /// Between reading and writing.
+    holds: Duration,
+    /// Others have their turn: those of evermount try from time to time, in no queue.
+    pause: Duration,
+    holding: Arc<AtomicBool>,
+}
+
+impl Counter {
+    /// Increments until told to stop. Returns how often it surely did, and how often perhaps: a lock
+    /// that is lost fails the write, which may have been done before.
+    fn count(&self, stop: &AtomicBool) -> (u64, u64) {
+        let open = || {
+            let mut options = OpenOptions::new();
+            let flags = if self.direct { libc::O_DIRECT } else { 0 };
+            let file = options.read(true).write(true).custom_flags(flags);
+            file.open(&self.path).unwrap()
+        };
+        let mut file = open();
+        let (mut surely, mut perhaps) = (0, 0);
+        let mut increment = |file: &File| -> io::Result<()> {
+            lock(file, if self.tries { "ofd" } else { "ofdw" }, "w")?;
+            let mut number = [0; 8];
+            file.read_exact_at(&mut number, 0)?;
+            self.holding.store(true, Ordering::Relaxed);
+            sleep(self.holds);
+            let next = (u64::from_ne_bytes(number) + 1).to_ne_bytes();
+            perhaps += 1;
+            file.write_all_at(&next, 0)?;
+            (surely, perhaps) = (surely + 1, perhaps - 1);
+            lock(file, "ofdw", "u")?;
+            Ok(())
+        };
+        while !stop.load(Ordering::Relaxed) {
+            let done = increment(&file);
+            self.holding.store(false, Ordering::Relaxed);
+            match done.map_err(|e| (e.raw_os_error(), e)) {
+                Ok(()) => {}
+                Err((Some(libc::EIO), _)) => file = open(),
+                Err((Some(libc::EAGAIN), _)) if self.tries => {
+                    sleep(Duration::from_micros(500));
+                    continue;
+                }
+                Err((_, e)) => panic!("{}: {e}", self.path.display()),
+            }
+            sleep(self.pause);
+        }
+        (surely, perhaps)
+    }
+}
+
+/// Has all of them count while the backend of `a` dies again and again; with `holding`, always in
+/// such a moment. Returns the number of deaths, and of locks that were lost.
+fn counted(a: &Mount, counters: Vec<Counter>, holding: Option<&AtomicBool>) -> (u64, u64) {
+    let (path, before) = (a.path("number"), a.status().lost_locks);
     let stop = Arc::new(AtomicBool::new(false));
-    let threads: Vec<_> = (paths.into_iter())
-        .map(|path| {
+    let threads: Vec<_> = (counters.into_iter())
+        .map(|counter| {
             let stop = stop.clone();
-            spawn(move || count(&path, direct, &stop))
+            spawn(move || counter.count(&stop))
         })
         .collect();
-    let length = Duration::from_secs(if long() { 60 } else { 6 });
+    let length = Duration::from_secs(if long() { 60 } else { 5 });
     let (began, mut deaths) = (Instant::now(), 0);
     while began.elapsed() < length {
+        match holding {
+            Some(holding) => drop(until(BOUND, || holding.load(Ordering::Relaxed))),
+            None => sleep(Duration::from_millis(150)),
+        }
         a.replace_backend();
         deaths += 1;
-        sleep(Duration::from_millis(150));
     }
     stop.store(true, Ordering::Relaxed);
     let join = |thread: JoinHandle<_>| within(PATIENCE, "a counter", || thread.join()).unwrap();
     let counted: Vec<(u64, u64)> = threads.into_iter().map(join).collect();
-    let bytes = fs::read(b.path("number")).unwrap();
-    let number = u64::from_ne_bytes(bytes.try_into().unwrap());
-    let lost = a.status().lost_locks;
-    eprintln!("{directory}: {number} of {counted:?}, {deaths} deaths, {lost} lost locks");
+    let number = u64::from_ne_bytes(past_pages(&path).try_into().unwrap());
+    let lost = a.status().lost_locks - before;
+    eprintln!("{number} of {counted:?}, {deaths} deaths, {lost} lost locks");
     let surely: u64 = counted.iter().map(|(surely, _)| surely).sum();
     let perhaps: u64 = counted.iter().map(|(_, perhaps)| perhaps).sum();
     assert!(surely > 0 && deaths > 2);
     assert!(number >= surely, "{} increments are lost", surely - number);
     assert!(number <= surely + perhaps);
+    (deaths, lost)
+}
+
+#[test]
+fn a_lock_never_has_two_owners_while_a_backend_dies_again_and_again() {
+    let cluster = Cluster::shared();
+    let (a, b) = two_nodes(cluster, "/counted");
+    let c = third_node(cluster, "/counted");
+    let counter = |path, tries| Counter {
+        path,
+        direct: true,
+        tries,
+        // Long enough to be seen by who looks again and again, also on a machine that is busy.
+        holds: Duration::from_millis(20),
+        pause: Duration::from_millis(40),
+        holding: Arc::default(),
+    };
+    // Others have the lock for a moment: those who come in between, and then also one that is in the
+    // queue of the metadata server before.
+    for waits in [false, true] {
+        let mine = Counter {
+            pause: Duration::from_millis(5),
+            ..counter(a.path("number"), true)
+        };
+        let holding = mine.holding.clone();
+        let mut counters = vec![
+            mine,
+            counter(b.path("number"), false),
+            counter(c.path("number"), true),
+            counter(c.path("number"), true),
+        ];
+        counters.extend(waits.then(|| counter(c.path("number"), false)));
+        fs::write(a.path("number"), 0u64.to_ne_bytes()).unwrap();
+        let (deaths, lost) = counted(&a, counters, Some(&holding));
+        // Nobody is in the queue before the next backend is. Who asks in the very moment the session
+        // ends can still have it; without a place in the queue it is lost nearly every time.
+        assert!(waits || 2 * lost < deaths, "{lost} of {deaths}");
+    }
     a.end();
     b.end();
 }
 
 #[test]
-#[ignore = "another client can have a lock for a moment between the end of a dead session and the takeover"]
-fn a_lock_never_has_two_owners_while_a_backend_dies_again_and_again() {
-    counted_by_all(Cluster::shared(), "/counted", true, true);
-}
-
-#[test]
 fn what_was_written_under_a_lock_is_seen_by_its_next_owner() {
-    counted_by_all(Cluster::shared(), "/counted-pages", false, false);
+    let (a, b) = two_nodes(Cluster::shared(), "/counted-pages");
+    fs::write(a.path("number"), 0u64.to_ne_bytes()).unwrap();
+    let counters = [&a, &b].map(|mount| Counter {
+        path: mount.path("number"),
+        pause: Duration::from_millis(5),
+        ..Counter::default()
+    });
+    counted(&a, counters.into(), None);
+    a.end();
+    b.end();
 }
 
 #[test]

@@ -174,6 +174,11 @@ impl Client {
         check(unsafe { (self.lib.unmount)(self.raw()) }).map(drop)
     }
 
+    /// The session is about to be ended by another one of this process.
+    pub fn will_end(&self) {
+        self.ending.store(true, Ordering::SeqCst);
+    }
+
     /// Gives the instance's memory and threads back. After [`unmount`](Client::unmount).
     pub fn release(self) {
         // SAFETY: nothing refers to it: it is not shared any more. One with a session is left alone.
@@ -938,6 +943,16 @@ impl File {
         // SAFETY: open file, a lock of ours.
         check(unsafe {
             (self.client.lib.ll_setlk)(self.client.raw(), self.raw(), &mut lock, owner, 0)
+        })
+        .map(drop)
+    }
+
+    /// Takes a `fcntl(2)` lock as soon as nobody has it any more. There is no way to end the wait but
+    /// the end of the session.
+    pub fn wait_for_lock(&self, mut lock: libc::flock, owner: u64) -> Result<(), Errno> {
+        // SAFETY: open file, which this value keeps open, a lock of ours.
+        check(unsafe {
+            (self.client.lib.ll_setlk)(self.client.raw(), self.raw(), &mut lock, owner, 1)
         })
         .map(drop)
     }

@@ -29,7 +29,7 @@
 //! * Renames with flags (`RENAME_NOREPLACE`, `RENAME_EXCHANGE`) and files without a name
 //!   (`O_TMPFILE`) are refused; the protocol of CephFS has none.
 //! * A lock another client waited for when a session died is lost to it: the holder's handles get
-//!   EIO until they are closed.
+//!   EIO until they are closed ([`queue`]).
 //! * A file that another client unlinked while this mount knew it only by `O_PATH` or as a working
 //!   directory is gone once the library lets go of it.
 
@@ -43,6 +43,7 @@ mod locks;
 pub mod login;
 mod names;
 mod node;
+mod queue;
 mod retain;
 pub mod session;
 pub mod standby;
@@ -97,6 +98,8 @@ pub struct Ceph {
     frontend: Arc<dyn Frontend>,
     /// Ends the session that helped to take over.
     keeper: Mutex<Option<JoinHandle<()>>>,
+    /// Ends the session of this one from another. Only if a lock is lost.
+    end: OnceLock<session::End>,
 }
 
 impl Ceph {
@@ -186,7 +189,15 @@ impl Backend for Ceph {
         if let Some(retainer) = &self.retainer {
             retainer.finish();
         }
-        if let Err(e) = self.client.unmount() {
+        let ended = match self.end.get() {
+            // In order would be when the locks that are waited for have come.
+            Some(end) if self.locks.are_waited_for() => {
+                self.client.will_end();
+                end.end().map_err(|e| e.to_string())
+            }
+            _ => self.client.unmount().map_err(|e| e.to_string()),
+        };
+        if let Err(e) = ended {
             tracing::warn!("the session did not end in order: {e}");
         }
     }

@@ -10,11 +10,13 @@
 //!    [`Keeper`], does that and ends as soon as the first has found them as well: what is looked up
 //!    while a mount is under way the library takes for the root or for its parents (16.2.15), and then
 //!    it serves another directory, or goes round in circles when it looks for quotas.
-//! 3. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
+//! 3. **Locks** are asked for while the dead session has them still, so that nobody can have one in
+//!    between ([`queue`](super::queue)).
+//! 4. The **dead sessions are ended** by name. Their client is blocklisted, so that no late write of
 //!    it can reach the store; what it held is free.
-//! 4. **Locks** are taken again, before anything is read or written. Somebody who waited for one may
-//!    have it by now: it is lost, and those who believe to have it must know.
-//! 5. The backend serves. Files are opened when they are used, and the rest in the background.
+//! 5. The **locks** are there, before anything is read or written. Somebody who waited for one before
+//!    has it by now: it is lost, and those who believe to have it must know.
+//! 6. The backend serves. Files are opened when they are used, and the rest in the background.
 
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
@@ -26,9 +28,10 @@ use super::caller::Callers;
 use super::client::{Client, Inode, Perms};
 use super::ffi::{Vino, setattr};
 use super::files::{Failure, Handles, Pending, restore};
-use super::locks::Locks;
+use super::locks::{Locks, Mark};
 use super::login::{CLOSE_DEFAULT, CONNECT_LIMIT, CephError, Login, Mounting, c_string, set};
 use super::node::{Pins, identity, vino, vino_of};
+use super::queue::Queue;
 use super::retain::{self, Ends, Found, Look, Retainer};
 use super::warm::Warm;
 use super::{Ceph, prove_session};
@@ -107,11 +110,14 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
         }
     });
     listening.map_err(|errno| login.mount_error(errno))?;
-    let mounting = connected.mount(&start.source.path, None)?;
+    let mounting = Arc::new(connected.mount(&start.source.path, None)?);
+    let mark = Mark::of(&start.names.own);
+    let queue = Queue::begin(&client, &mounting, &start.restore.locks, mark);
+    let asks = queue.is_some();
     let kept = if start.names.old.is_empty() && start.names.abandoned.is_empty() {
         Ok((None, Ended::default()))
     } else {
-        Keeper::begin(start, &login, log.as_ref(), &found)
+        Keeper::begin(start, &login, log.as_ref(), &found, queue.as_ref())
             .map(|(keeper, ended)| (Some(keeper), ended))
     };
     mounting
@@ -126,6 +132,7 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
         let begun = Begun {
             client: &client,
             keeper,
+            queue,
             pins,
             warm,
             retained: log.map(|log| (log, found)),
@@ -142,8 +149,9 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
             ended: ended.abandoned,
         })
     });
-    if begun.is_err() {
-        // The session has begun; without this it would stay for minutes.
+    // The session has begun; without this it would stay for minutes. With locks that are waited for the
+    // end would wait for them; then it is the next generation that ends it.
+    if begun.is_err() && !asks {
         let _ = client.unmount();
     }
     begun
@@ -221,9 +229,35 @@ pub fn end_abandoned(
 struct Begun<'a> {
     client: &'a Arc<Client>,
     keeper: Option<Keeper>,
+    queue: Option<Queue>,
     pins: Arc<Pins>,
     warm: Arc<Warm>,
     retained: Option<(Log, Found)>,
+}
+
+/// What it takes to end the session of this generation from another one.
+pub(super) struct End {
+    source: CephSource,
+    options: CephOptions,
+    secrets: Secrets,
+    own: String,
+}
+
+impl End {
+    fn of(start: &Start<'_>) -> End {
+        End {
+            source: start.source.clone(),
+            options: start.options.clone(),
+            secrets: start.secrets.clone(),
+            own: start.names.own.clone(),
+        }
+    }
+
+    /// As [`end_abandoned`], for this one.
+    pub(super) fn end(&self) -> Result<(), CephError> {
+        let own = vec![self.own.clone()];
+        end_abandoned(&self.source, &self.options, &self.secrets, own).map(drop)
+    }
 }
 
 /// Takes over in a session that has begun.
@@ -234,6 +268,7 @@ fn begin(
     let Begun {
         client,
         keeper,
+        queue,
         pins,
         warm,
         retained,
@@ -272,14 +307,18 @@ fn begin(
         pins,
         directories: OnceLock::new(),
         warm,
-        locks: Locks::default(),
+        locks: Locks::new(Mark::of(&start.names.own)),
         retainer,
         inodes: Stripes::default(),
         frontend: start.frontend.clone(),
         keeper: Mutex::default(),
+        end: OnceLock::new(),
     };
-    // At once: until then anybody can take them.
-    let lost = ceph.restore_locks(&start.restore.locks);
+    // At once: until then anybody can take those that are not waited for.
+    let lost = ceph.restore_locks(&start.restore.locks, queue);
+    if ceph.locks.are_waited_for() {
+        let _ = ceph.end.set(End::of(start));
+    }
     let held = Held::find(&start.restore, |vino| find(client, vino));
     let gone = held.gone(&start.restore.pinned);
     held.hand_over(&ceph.handles, &ceph.pins);
@@ -318,6 +357,7 @@ impl Keeper {
         login: &Login<'_>,
         log: Option<&Log>,
         retained: &Found,
+        queue: Option<&Queue>,
     ) -> Result<(Keeper, Ended), CephError> {
         let name = keeper_of(&start.names.own);
         let connected = login.connect(&name)?;
@@ -335,6 +375,9 @@ impl Keeper {
             client,
             mounting,
         };
+        if let Some(queue) = queue {
+            queue.wait();
+        }
         let ended = end_sessions(&keeper.client, start.names, &keeper.mounting)?;
         if let Some(look) = look {
             let (ends, inodes) = look.ended(&ended.existed);
