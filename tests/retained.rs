@@ -5,7 +5,7 @@ mod common;
 
 use std::fs::{self, File};
 use std::io::Read;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown};
 use std::path::Path;
 use std::thread::spawn;
 use std::time::Duration;
@@ -13,6 +13,7 @@ use std::time::Duration;
 use common::ceph::{CephFuse, Cluster};
 use common::tools::{kills, open_rw};
 use common::{Mount, PATIENCE, errno, until, within};
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, utimensat};
 
 const RETAINED: &[&str] = &["--writes=retained"];
 
@@ -30,10 +31,11 @@ fn other(directory: &str) -> CephFuse {
 
 /// A file on a mount, known to the cluster, with 100 000 bytes of 1.
 fn file_on(mount: &Mount, name: &str) -> File {
+    let before = mount.status().unflushed_bytes;
     let file = open_rw(&mount.path(name));
     file.write_all_at(&[1; 100_000], 0).unwrap();
     file.sync_all().unwrap();
-    assert_eq!(mount.status().unflushed_bytes, 0, "after fsync");
+    assert!(mount.status().unflushed_bytes <= before, "after fsync");
     file
 }
 
@@ -130,6 +132,61 @@ fn a_death_while_they_are_written_again_loses_nothing() {
     assert_eq!((status.conflicts, status.dropped_bytes), (0, 0));
     drop(files);
     mount.end();
+}
+
+fn attributes(path: &Path) -> (u32, u32, u32, i64, i64) {
+    let m = fs::metadata(path).unwrap();
+    (m.mode() & 0o7777, m.uid(), m.gid(), m.mtime(), m.atime())
+}
+
+fn set_attributes(path: &Path, mode: u32, owner: u32, time: i64) {
+    let time = Timespec {
+        tv_sec: time,
+        tv_nsec: 0,
+    };
+    let times = Timestamps {
+        last_access: time,
+        last_modification: time,
+    };
+    utimensat(CWD, path, &times, AtFlags::empty()).unwrap();
+    chown(path, Some(owner), Some(owner)).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn attributes_are_what_was_told_last_by_whomever() {
+    let (a, b) = (mount("/attributes"), other("/attributes"));
+    for round in 0..kills(4) as u32 {
+        let (name, directory) = (format!("f{round}"), format!("d{round}"));
+        let file = file_on(&a, &name);
+        fs::create_dir(a.path(&directory)).unwrap();
+        write_retained(&a, &file, 2, 0, 10_000);
+        for path in [a.path(&name), a.path(&directory)] {
+            set_attributes(&path, 0o700, 7, 1_000_000_000);
+            set_attributes(&path, 0o751, 8, 1_000_000_001);
+        }
+        assert!(
+            a.status().unflushed_bytes > 10_000,
+            "they are retained, too"
+        );
+        let mut wanted = (0o751, 8, 8, 1_000_000_001, 1_000_000_001);
+        if round % 2 == 1 {
+            for path in [b.path(&name), b.path(&directory)] {
+                assert_eq!(attributes(&path), wanted, "as another node sees it");
+                set_attributes(&path, 0o640, 9, 1_100_000_000);
+            }
+            wanted = (0o640, 9, 9, 1_100_000_000, 1_100_000_000);
+        }
+        a.replace_backend();
+        for name in [&name, &directory] {
+            assert_eq!(attributes(&a.path(name)), wanted, "{name}");
+            assert_eq!(attributes(&b.path(name)), wanted, "{name} elsewhere");
+        }
+        assert_eq!(parts(&contents(&a.path(&name))), [(2, 10_000), (1, 90_000)]);
+    }
+    let status = a.status();
+    assert_eq!((status.conflicts, status.dropped_bytes), (0, 0));
+    a.end();
 }
 
 #[test]

@@ -86,6 +86,9 @@ pub struct Record {
     pub sequence: u64,
     /// Where in the file the data belongs.
     pub offset: u64,
+    /// `Record::*`: what kind of change it is.
+    pub kind: u32,
+    reserved: u32,
     unit: u32,
     /// `Record::*`: what [`ended`](Record::ended) says.
     pub end: u32,
@@ -102,6 +105,11 @@ pub struct Record {
 }
 
 impl Record {
+    /// Its data was written.
+    pub const WRITE: u32 = 0;
+    /// Attributes were changed; its data says how, in the store's own way.
+    pub const ATTRIBUTES: u32 = 1;
+
     /// The session was not ended yet, as far as is known.
     pub const NOT_ENDED: u32 = 0;
     /// Somebody is about to end it.
@@ -189,6 +197,29 @@ impl Retained {
     }
 }
 
+/// A change to be retained.
+pub struct Change<'a> {
+    /// The session it is made in.
+    pub session: u64,
+    /// What is changed.
+    pub identity: Identity,
+    /// The change itself.
+    pub what: What<'a>,
+    /// Before it.
+    pub before: Stamp,
+    /// After it, as far as that is known.
+    pub after: Stamp,
+}
+
+/// What is changed.
+#[derive(Clone, Copy)]
+pub enum What<'a> {
+    /// Data is written at an offset.
+    Write(&'a [Span<'a>], u64),
+    /// Attributes; how is said in the store's own way.
+    Attributes(&'a [u8]),
+}
+
 /// A record in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(u32);
@@ -274,28 +305,37 @@ impl Log {
         self.space.lock().sequence
     }
 
-    /// Retains a change that is about to be made in a session. `None`: there is no room.
-    pub fn add(
-        &self,
-        session: u64,
-        identity: Identity,
-        data: &[Span<'_>],
-        offset: u64,
-        before: Stamp,
-        after: Stamp,
-    ) -> Option<(Entry, u64)> {
-        let len = total(data);
+    /// Retains a change that is about to be made. `None`: there is no room.
+    pub fn add(&self, change: &Change<'_>) -> Option<(Entry, u64)> {
+        let &Change {
+            session,
+            identity,
+            before,
+            after,
+            ..
+        } = change;
+        let (kind, offset, len) = match change.what {
+            What::Write(data, offset) => (Record::WRITE, offset, total(data)),
+            What::Attributes(bytes) => (Record::ATTRIBUTES, 0, bytes.len()),
+        };
         let (index, unit, sequence) = self.space.lock().take(units(len))?;
         let mut at = Retained::data_at(unit);
-        for span in data {
-            self.file.memory.copy(at, span);
-            at += span.len();
+        match change.what {
+            What::Write(data, _) => {
+                for span in data {
+                    self.file.memory.copy(at, span);
+                    at += span.len();
+                }
+            }
+            What::Attributes(bytes) => self.file.memory.write(at, bytes),
         }
         let record = Record {
             state: 0,
             len: len as u32,
             sequence,
             offset,
+            kind,
+            reserved: 0,
             unit,
             end: Record::NOT_ENDED,
             session,
@@ -309,6 +349,15 @@ impl Log {
         self.file.state(index).store(USED, Ordering::Release);
         self.file.bytes().fetch_add(len as u64, Ordering::Relaxed);
         Some((Entry(index), sequence))
+    }
+
+    /// Other data, as long as before.
+    pub fn set_data(&self, entry: Entry, bytes: &[u8]) {
+        let record: Record = self.file.memory.get(Retained::record_at(entry.0));
+        assert_eq!(record.len as usize, bytes.len());
+        self.file
+            .memory
+            .write(Retained::data_at(record.unit), bytes);
     }
 
     /// How the file is after the change.
@@ -437,7 +486,13 @@ mod tests {
             ..Stamp::default()
         };
         let data = [from.span(0, len)];
-        let added = log.add(1, id(n), &data, u64::from(n) * 10, Stamp::default(), after);
+        let added = log.add(&Change {
+            session: 1,
+            identity: id(n),
+            what: What::Write(&data, u64::from(n) * 10),
+            before: Stamp::default(),
+            after,
+        });
         added.map(|(entry, _)| entry)
     }
 

@@ -131,10 +131,6 @@ impl Ceph {
         if kills_setid(valid) {
             self.clear_setid(&inode)?;
         }
-        // What was written before must not be written again after these.
-        if mask & (setattr::SIZE | setattr::MTIME | setattr::MTIME_NOW) != 0 {
-            self.settle(&call.annex.node.identity)?;
-        }
         if mask != 0 {
             self.change(&inode, &st, mask, &perms)?;
         }
@@ -165,6 +161,15 @@ impl Ceph {
     /// Changes attributes, for good: with the exclusive right to them the library only notes them
     /// down.
     fn change(&self, inode: &Inode, st: &Stat, mask: i32, perms: &Perms) -> Result<(), Errno> {
+        if let Some(retainer) = &self.retainer {
+            let vino = vino_of(&inode.known(&self.superuser)?);
+            if mask & setattr::SIZE != 0 {
+                // What was written before must not be written again after this.
+                retainer.settle(vino)?;
+            } else if retainer.set_attributes(vino, inode, st, mask, perms)? {
+                return Ok(());
+            }
+        }
         inode.set_stat(st, mask, perms)?;
         inode.sync(false)
     }

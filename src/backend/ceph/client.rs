@@ -571,12 +571,12 @@ impl Inode {
     pub fn stamp(&self, known: bool, perms: &Perms) -> Result<Stamp, Errno> {
         let flags = if known { DONT_SYNC } else { 0 };
         let st = self.ask(STATX_VERSION | STATX_MTIME, flags, perms)?;
-        Ok(Stamp {
-            version: st.version,
-            sec: st.mtime.tv_sec,
-            nsec: st.mtime.tv_nsec as u32,
-            timed: 1,
-        })
+        Ok(st.stamp())
+    }
+
+    /// Attributes as this client knows them, without asking.
+    pub fn known(&self, perms: &Perms) -> Result<Statx, Errno> {
+        self.ask(WANT | STATX_VERSION, DONT_SYNC, perms)
     }
 
     fn ask(&self, want: c_uint, flags: c_uint, perms: &Perms) -> Result<Statx, Errno> {

@@ -8,6 +8,8 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 
+use crate::region::retained::Stamp;
+
 /// File name of the library; the number is that of its ABI.
 pub const LIBRARY: &str = "libcephfs.so.2";
 
@@ -79,6 +81,18 @@ pub struct Statx {
     pub btime: libc::timespec,
     /// Grows with every change.
     pub version: u64,
+}
+
+impl Statx {
+    /// Version and modification time, which were asked for.
+    pub fn stamp(&self) -> Stamp {
+        Stamp {
+            version: self.version,
+            sec: self.mtime.tv_sec,
+            nsec: self.mtime.tv_nsec as u32,
+            timed: 1,
+        }
+    }
 }
 
 impl Default for Statx {

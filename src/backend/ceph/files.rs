@@ -68,9 +68,9 @@ impl OpenFile {
     }
 }
 
-/// Why something that was acknowledged could not be written; told once.
-#[derive(Default)]
-pub(super) struct Failure(AtomicI32);
+/// Why something that was acknowledged through a handle could not be written; told once.
+#[derive(Clone, Default)]
+pub(super) struct Failure(Arc<AtomicI32>);
 
 impl Failure {
     fn set(&self, errno: Errno) {
@@ -208,11 +208,11 @@ pub(super) fn restore(
         Handle::Directory(Stream::new(inode.open_dir(superuser)?))
     } else {
         let file = open_file(inode, sanitized(pending.flags), superuser, superuser)?;
-        let open = OpenFile::new(file, inode.clone(), vino, pending.flags);
-        if let Err(errno) = pending.failure.take() {
-            open.failure.set(errno);
-        }
-        Handle::File(open)
+        // Of several that open it now one stays, and the failure is the handle's.
+        Handle::File(OpenFile {
+            failure: pending.failure.clone(),
+            ..OpenFile::new(file, inode.clone(), vino, pending.flags)
+        })
     };
     let handle = handles.opened(fh, Arc::new(handle))?;
     if let Handle::File(open) = &*handle {

@@ -23,6 +23,10 @@
 //! order, and the file has the time of the last of them. (Not noticed is only who opens the file for
 //! writing while that happens, a few milliseconds, and while a third has it open, too.)
 //!
+//! Changes of attributes, but for sizes, are retained in the same way: the library only notes them down
+//! as well. What has still the value it had before gets the new one again; another value is somebody
+//! else's, or is there already.
+//!
 //! A flush that fails for good (no space, quota) is told to every open handle once; what could not be
 //! written is dropped and counted.
 
@@ -32,16 +36,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::client::{Client, Inode, Perms};
-use super::ffi::{Vino, setattr};
+use super::ffi::{Statx, Vino, setattr};
 use super::files::{Handles, OpenFile, write_all};
 use super::node::{identity, vino};
 use super::session::each;
 use super::{ask_for_session, prove_session};
 use crate::backend::{Frontend, Stripes, fault};
 use crate::region::memory::Span;
-use crate::region::retained::{Entry, Log, Record, Stamp};
+use crate::region::retained::{Change, Entry, Log, Record, Stamp, What};
 use crate::wire::Errno;
 
 /// What is retained for so long is flushed. The library begins after five seconds by itself.
@@ -50,6 +55,8 @@ const AGE: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(250);
 /// Of more files than this not each one is flushed, but all that this client has.
 const ONE_BY_ONE: usize = 16;
+/// The metadata server grants what nobody else wants within this.
+const MOMENT: Duration = Duration::from_millis(100);
 
 /// What is retained of a file.
 struct Unflushed {
@@ -155,10 +162,13 @@ impl Retainer {
             version: before.version + 1,
             ..Stamp::default()
         };
-        let id = identity(vino);
-        let added = self
-            .log
-            .add(self.session, id, data, offset, before, expected);
+        let added = self.log.add(&Change {
+            session: self.session,
+            identity: identity(vino),
+            what: What::Write(data, offset),
+            before,
+            after: expected,
+        });
         let Some((entry, sequence)) = added else {
             return self.write_through(open, data, offset);
         };
@@ -197,6 +207,45 @@ impl Retainer {
             synced.inspect_err(|_| ask_for_session(&self.client, &*self.frontend))?;
         }
         Ok(written)
+    }
+
+    /// Changes attributes, but for the size, as far as the library is concerned. False: there is no room
+    /// to retain that, and nothing was done.
+    pub(super) fn set_attributes(
+        &self,
+        vino: Vino,
+        inode: &Inode,
+        st: &Statx,
+        mask: i32,
+        perms: &Perms,
+    ) -> Result<bool, Errno> {
+        let _alone = self.busy.lock(vino);
+        let before = inode.known(&self.superuser)?;
+        let mut change = Attributes::new(mask, &before, st);
+        let added = self.log.add(&Change {
+            session: self.session,
+            identity: identity(vino),
+            what: What::Attributes(change.as_bytes()),
+            before: before.stamp(),
+            after: Stamp {
+                version: before.version + 1,
+                ..Stamp::default()
+            },
+        });
+        let Some((entry, sequence)) = added else {
+            return Ok(false);
+        };
+        if let Err(errno) = inode.set_stat(st, mask, perms) {
+            self.log.remove(entry);
+            return Err(errno);
+        }
+        // Times that are to be now are known by now.
+        let after = inode.known(&self.superuser)?;
+        change.after = Values::of(&after);
+        self.log.set_data(entry, change.as_bytes());
+        self.log.set_after(entry, after.stamp());
+        self.note(vino, [(entry, sequence)], after.stamp());
+        Ok(true)
     }
 
     /// Something else than the last retained write has modified the file.
@@ -413,13 +462,25 @@ impl Retainer {
         };
         let (Some(end), Some((_, first)), Some((_, last))) = (end, records.first(), records.last())
         else {
+            tracing::info!("inode {:#x} was not looked at in time", vino.ino);
             return Ok(Outcome::Conflict);
         };
+        let set_attributes = || {
+            let mut attributes = records.iter().filter(|(_, r)| r.kind != Record::WRITE);
+            attributes.try_for_each(|(_, record)| self.set_attributes_again(&inode, record))
+        };
+        if records.iter().all(|(_, r)| r.kind != Record::WRITE) {
+            set_attributes()?;
+            inode.sync(false)?;
+            return release();
+        }
         if let End::Seen(seen) = end
             && !is_own(records, seen)
             && seen.version > last.after.version
         {
             // Whoever did that came after our flush.
+            set_attributes()?;
+            inode.sync(false)?;
             return release();
         }
         // Its size, too, before it is opened for writing.
@@ -427,9 +488,7 @@ impl Retainer {
         let now = inode.stamp(false, &self.superuser)?;
         let unchanged = match end {
             End::Seen(seen) => now.version == seen.version,
-            End::Unseen => {
-                now.version == first.before.version || records.iter().any(|(_, r)| r.after == now)
-            }
+            End::Unseen => now.version == first.before.version || is_own(records, now),
         };
         if !unchanged {
             tracing::info!(
@@ -437,15 +496,19 @@ impl Retainer {
                 vino.ino,
                 first.before
             );
+            set_attributes()?;
             return Ok(Outcome::Conflict);
         }
-        // Others may have been waiting for the dead session to end.
-        let others_write = !inode
-            .open(libc::O_RDONLY, &self.superuser)?
-            .may_cache(false);
+        // Others may have been waiting for the dead session to end. If nobody was, the right to cache
+        // comes with the open, or a moment later.
+        let reader = inode.open(libc::O_RDONLY, &self.superuser)?;
+        let others_write = !soon(|| reader.may_cache(false));
+        drop(reader);
         let file = inode.open(libc::O_RDWR, &self.superuser)?;
-        let alone = file.may_cache(true);
+        let alone = soon(|| file.may_cache(true));
         if others_write && !alone {
+            tracing::info!("inode {:#x} is open for writing elsewhere", vino.ino);
+            set_attributes()?;
             return Ok(Outcome::Conflict);
         }
         if alone {
@@ -460,6 +523,10 @@ impl Retainer {
         }
         fault::retained();
         for (_, record) in records {
+            if record.kind != Record::WRITE {
+                self.set_attributes_again(&inode, record)?;
+                continue;
+            }
             let data = self.log.data(record);
             if write_all(&file, &[data], record.offset)? < data.len() {
                 return Ok(Outcome::Failed(Errno::EIO));
@@ -479,6 +546,20 @@ impl Retainer {
         Ok(Outcome::Done)
     }
 
+    /// Gives attributes the values they were given, unless somebody else has given them others.
+    fn set_attributes_again(&self, inode: &Inode, record: &Record) -> Result<(), Errno> {
+        let bytes = self.log.data(record).to_vec();
+        let Ok(change) = Attributes::read_from_bytes(&bytes) else {
+            tracing::error!("a retained change of attributes makes no sense, and is dropped");
+            return Ok(());
+        };
+        let (mask, st) = change.missing(&inode.stat(&self.superuser)?);
+        if mask == 0 {
+            return Ok(());
+        }
+        inode.set_stat(&st, mask, &self.superuser)
+    }
+
     /// The file was last modified when its last write was, and not now.
     fn restore_time(&self, inode: &Inode, last: Stamp) -> Result<(), Errno> {
         if last.timed == 0 {
@@ -490,6 +571,87 @@ impl Retainer {
             tv_nsec: last.nsec.into(),
         };
         inode.set_stat(&st, setattr::MTIME, &self.superuser)
+    }
+}
+
+/// Attributes that can be given values.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Values {
+    mtime: [i64; 2],
+    atime: [i64; 2],
+    mode: u32,
+    uid: u32,
+    gid: u32,
+    reserved: u32,
+}
+
+impl Values {
+    fn of(st: &Statx) -> Values {
+        let time = |t: &libc::timespec| [t.tv_sec, t.tv_nsec];
+        Values {
+            mtime: time(&st.mtime),
+            atime: time(&st.atime),
+            mode: u32::from(st.mode) & 0o7777,
+            uid: st.uid,
+            gid: st.gid,
+            reserved: 0,
+        }
+    }
+}
+
+/// A change of attributes: the data of its record.
+#[repr(C)]
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Attributes {
+    /// `ffi::setattr`, without "now".
+    mask: u32,
+    reserved: u32,
+    before: Values,
+    after: Values,
+}
+
+impl Attributes {
+    fn new(mask: i32, before: &Statx, after: &Statx) -> Attributes {
+        let named = [
+            (setattr::MTIME_NOW, setattr::MTIME),
+            (setattr::ATIME_NOW, setattr::ATIME),
+        ];
+        let mask = named.iter().fold(mask, |mask, (now, named)| {
+            if mask & now != 0 {
+                mask & !now | named
+            } else {
+                mask
+            }
+        });
+        Attributes {
+            mask: mask as u32,
+            reserved: 0,
+            before: Values::of(before),
+            after: Values::of(after),
+        }
+    }
+
+    /// What of it has still the value it had before, and the new values.
+    fn missing(&self, now: &Statx) -> (i32, Statx) {
+        let (mut mask, mut st) = (self.mask as i32, *now);
+        let now = Values::of(now);
+        let (before, after) = (&self.before, &self.after);
+        let mut keep = |bit: i32, is_as_before: bool| {
+            if !is_as_before {
+                mask &= !bit;
+            }
+        };
+        keep(setattr::MODE, now.mode == before.mode);
+        keep(setattr::UID, now.uid == before.uid);
+        keep(setattr::GID, now.gid == before.gid);
+        keep(setattr::MTIME, now.mtime == before.mtime);
+        keep(setattr::ATIME, now.atime == before.atime);
+        let time = |[tv_sec, tv_nsec]: [i64; 2]| libc::timespec { tv_sec, tv_nsec };
+        st.mode = after.mode as u16;
+        (st.uid, st.gid) = (after.uid, after.gid);
+        (st.mtime, st.atime) = (time(after.mtime), time(after.atime));
+        (mask, st)
     }
 }
 
@@ -583,6 +745,18 @@ impl<'a> Look<'a> {
         });
         (ends.collect(), self.inodes)
     }
+}
+
+/// True if it is within a moment.
+fn soon(done: impl Fn() -> bool) -> bool {
+    let limit = Instant::now() + MOMENT;
+    while !done() {
+        if Instant::now() > limit {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
 }
 
 /// A session's name as a number (FNV-1a).

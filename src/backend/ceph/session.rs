@@ -330,7 +330,9 @@ fn begin(
             move || retainer.flush()
         });
     }
-    set_times(client, &start.restore.times, &ceph.superuser);
+    let times = keeper.as_ref().map(|keeper| &keeper.times);
+    let times = times.unwrap_or(&start.restore.times);
+    set_times(client, times, &ceph.superuser);
     let directories = each(&start.restore.directories, |id| find(client, vino(id)?));
     let _ = ceph
         .directories
@@ -348,6 +350,8 @@ struct Keeper {
     found: Vec<Inode>,
     /// How the files of retained writes were when the dead sessions were ended.
     ends: Ends,
+    /// [`Restore::times`], as the metadata server knew them then: somebody may have set others since.
+    times: Vec<HeldTime>,
 }
 
 impl Keeper {
@@ -372,6 +376,15 @@ impl Keeper {
         let mut keeper = Keeper {
             found: opened.chain(pinned).collect(),
             ends: Ends::new(),
+            times: each(&start.restore.times, |time| {
+                let known = vino(&time.identity).and_then(find);
+                let known = known.and_then(|inode| inode.stamp(true, &superuser).ok());
+                known.map_or(time.clone(), |known| HeldTime {
+                    sec: known.sec as u64,
+                    nsec: known.nsec,
+                    ..time.clone()
+                })
+            }),
             client,
             mounting,
         };
@@ -379,6 +392,10 @@ impl Keeper {
             queue.wait();
         }
         let ended = end_sessions(&keeper.client, start.names, &keeper.mounting)?;
+        if ended.existed.is_empty() {
+            // What it knew was its guess already.
+            keeper.times.clone_from(&start.restore.times);
+        }
         if let Some(look) = look {
             let (ends, inodes) = look.ended(&ended.existed);
             keeper.ends = ends;
