@@ -213,7 +213,14 @@ impl Standby {
         let limit = PollTimeout::try_from(SESSION_END_LIMIT).unwrap_or(PollTimeout::ZERO);
         let _ = poll(&mut fds, limit);
         let _ = process.child.kill();
-        process.child.wait().is_ok_and(|status| status.success())
+        match process.child.wait() {
+            Ok(status) if status.success() => true,
+            ended => {
+                let ended = ended.map_or_else(|e| e.to_string(), |status| status.to_string());
+                tracing::warn!("the standby session has not ended in order: {ended}");
+                false
+            }
+        }
     }
 }
 

@@ -746,6 +746,8 @@ impl Supervisor {
             if standby.end() {
                 sessions.standby_ended();
             }
+            // Another one, if there has to be one, is told everything anew.
+            self.shared.core.lock().standby_ended();
             if over || !sessions.standbys_are_left() {
                 self.standby = None;
                 return;

@@ -169,8 +169,8 @@ impl Client {
     /// Ends the session in order: writes back, gives everything back.
     pub fn unmount(&self) -> Result<(), Errno> {
         self.ending.store(true, Ordering::SeqCst);
-        // SAFETY: whoever calls this uses nothing of the session afterwards, but for dropping
-        // references to inodes, which the library ignores then.
+        // SAFETY: whoever calls this uses nothing of the session afterwards, and has dropped all
+        // references to inodes, or lets the process end without: the library has freed them (16.2.15).
         check(unsafe { (self.lib.unmount)(self.raw()) }).map(drop)
     }
 

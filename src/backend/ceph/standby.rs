@@ -99,7 +99,8 @@ pub fn keep(
                 .lost("its session was ended (evicted or blocklisted)");
         }
     }
-    drop(kept);
+    // All of them: one that is given back after the end of the session is one of freed memory.
+    drop((kept, superuser));
     mounting
         .outcome()
         .and_then(|()| client.unmount())
