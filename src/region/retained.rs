@@ -88,7 +88,8 @@ pub struct Record {
     pub offset: u64,
     /// `Record::*`: what kind of change it is.
     pub kind: u32,
-    reserved: u32,
+    /// Not 0: somebody else wanted the file, and got it after this was flushed.
+    pub given_back: u32,
     unit: u32,
     /// `Record::*`: what [`ended`](Record::ended) says.
     pub end: u32,
@@ -335,7 +336,7 @@ impl Log {
             sequence,
             offset,
             kind,
-            reserved: 0,
+            given_back: 0,
             unit,
             end: Record::NOT_ENDED,
             session,
@@ -375,9 +376,16 @@ impl Log {
             before,
             after,
             end: Record::NOT_ENDED,
+            given_back: 0,
             ..record
         };
         self.file.memory.put(at, &record);
+    }
+
+    /// Somebody else gets the file, and this is flushed.
+    pub fn set_given_back(&self, entry: Entry) {
+        let at = Retained::record_at(entry.0) + offset_of!(Record, given_back);
+        self.file.memory.u32(at).store(1, Ordering::Release);
     }
 
     /// The session is being ended, or was: `Record::*`, and how the file is.

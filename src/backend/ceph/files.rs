@@ -77,11 +77,17 @@ impl Failure {
         self.0.store(errno.raw(), Ordering::Relaxed);
     }
 
-    fn take(&self) -> Result<(), Errno> {
-        match self.0.swap(0, Ordering::Relaxed) {
+    fn get(&self) -> Result<(), Errno> {
+        match self.0.load(Ordering::Relaxed) {
             0 => Ok(()),
             errno => Err(Errno::from_raw(errno)),
         }
+    }
+
+    fn take(&self) -> Result<(), Errno> {
+        let told = self.get();
+        self.0.store(0, Ordering::Relaxed);
+        told
     }
 }
 
@@ -168,14 +174,15 @@ impl Handles {
         }
     }
 
-    /// Tells, once, that something written before could not be kept.
-    fn take_failure(&self, fh: u64) -> Result<(), Errno> {
+    /// Tells that something written before could not be kept. `close(2)` tells it to whoever looks, and
+    /// hardly anybody does, so a write or fsync is told as well.
+    fn failure(&self, fh: u64) -> Result<(), Errno> {
         match self.get(fh) {
             Some(Ok(handle)) => match &*handle {
-                Handle::File(open) => open.failure.take(),
+                Handle::File(open) => open.failure.get(),
                 Handle::Directory(_) => Ok(()),
             },
-            Some(Err(pending)) => pending.failure.take(),
+            Some(Err(pending)) => pending.failure.get(),
             None => Ok(()),
         }
     }
@@ -447,7 +454,7 @@ impl Ceph {
     /// Ends the caller's locks on the file, as `close(2)` does for `fcntl(2)` locks.
     pub(super) fn flush(&self, call: &Call<'_>, arg: FlushIn) -> Result<Answer, Errno> {
         self.unlock_owner(call.annex.node.nodeid, arg.lock_owner)?;
-        self.handles.take_failure(call.annex.handle.fh)?;
+        self.handles.failure(call.annex.handle.fh)?;
         Ok(Answer::Empty)
     }
 

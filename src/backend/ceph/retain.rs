@@ -16,8 +16,7 @@
 //!
 //! **What if the session dies?** The metadata server lets nobody change the file as long as the dead
 //! session exists; before it is ended, somebody looks how the file is ([`Look`]). What was
-//! modified by somebody else by then, who can only have come when this client had flushed, is left
-//! alone. What changes after that, or after an eviction, met writes that the cluster never got: they
+//! modified by somebody else by then, to whom this client gave the file after flushing it, is left alone. What changes after that, or after an eviction, met writes that the cluster never got: they
 //! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. So it is
 //! with a file that somebody else has open for writing by now. Otherwise they are written again, in
 //! order, and the file has the time of the last of them. (Not noticed is only who opens the file for
@@ -56,7 +55,9 @@ const TICK: Duration = Duration::from_millis(250);
 /// Of more files than this not each one is flushed, but all that this client has.
 const ONE_BY_ONE: usize = 16;
 /// The metadata server grants what nobody else wants within this.
-const MOMENT: Duration = Duration::from_millis(100);
+const PATIENCE: Duration = Duration::from_millis(100);
+/// And mostly within this.
+const MOMENT: Duration = Duration::from_millis(5);
 
 /// What is retained of a file.
 struct Unflushed {
@@ -114,6 +115,12 @@ pub(super) fn by_file(log: &Log, found: Vec<(Entry, Record)>) -> Found {
         }
     }
     files
+}
+
+/// Some of what was found is data of this file.
+pub(super) fn is_written(found: &Found, vino: Vino) -> bool {
+    let mut records = found.get(&vino).into_iter().flatten();
+    records.any(|(_, record)| record.kind == Record::WRITE)
 }
 
 impl Retainer {
@@ -344,9 +351,12 @@ impl Retainer {
         newest.collect()
     }
 
-    /// Somebody else wants the file: what is retained of it is on its way to the cluster.
+    /// Somebody else gets the file, and the library has flushed what it had of it.
     pub(super) fn given_back(&self, vino: Vino) {
         if let Some(file) = self.files.lock().get_mut(&vino) {
+            if let Some((entry, _)) = file.entries.front() {
+                self.log.set_given_back(*entry);
+            }
             file.urgent = true;
             self.bell.notify_one();
         }
@@ -478,7 +488,16 @@ impl Retainer {
             && !is_own(records, seen)
             && seen.version > last.after.version
         {
-            // Whoever did that came after our flush.
+            if first.given_back == 0 {
+                // They may have set a time only, for which nothing has to be flushed.
+                tracing::info!("inode {:#x} was changed while it was open here", vino.ino);
+                set_attributes()?;
+                return Ok(Outcome::Conflict);
+            }
+            // Whoever did that came after our flush. The time is a guess by now if it was open here.
+            if inode.stamp(false, &self.superuser)?.version == seen.version {
+                self.restore_time(&inode, seen)?;
+            }
             set_attributes()?;
             inode.sync(false)?;
             return release();
@@ -499,15 +518,17 @@ impl Retainer {
             set_attributes()?;
             return Ok(Outcome::Conflict);
         }
-        // Others may have been waiting for the dead session to end. If nobody was, the right to cache
-        // comes with the open, or a moment later.
+        // Others may have been waiting for the dead session to end; who reads only is in nobody's way.
+        // That is to be seen before it is opened for writing here.
         let reader = inode.open(libc::O_RDONLY, &self.superuser)?;
-        let others_write = !soon(|| reader.may_cache(false));
+        let others_write = !within(PATIENCE, || reader.may_cache(false));
         drop(reader);
         let file = inode.open(libc::O_RDWR, &self.superuser)?;
-        let alone = soon(|| file.may_cache(true));
-        if others_write && !alone {
-            tracing::info!("inode {:#x} is open for writing elsewhere", vino.ino);
+        let patience = if others_write { PATIENCE } else { MOMENT };
+        let alone = within(patience, || file.may_cache(true));
+        let changed = inode.stamp(false, &self.superuser)?.version != now.version;
+        if changed || others_write && !alone {
+            tracing::info!("inode {:#x} is written by somebody else by now", vino.ino);
             set_attributes()?;
             return Ok(Outcome::Conflict);
         }
@@ -731,14 +752,13 @@ impl<'a> Look<'a> {
             }
         }
         let ends = self.now.iter().filter_map(|(vino, stamp)| {
-            let records = self.found.get(vino)?;
-            let (_, record) = records.first()?;
+            let (_, record) = self.found.get(vino)?.first()?;
             let end = match record.end {
                 Record::NOT_ENDED if existed.contains(&record.session) => End::Seen(*stamp),
                 Record::ENDED => End::Seen(record.ended),
-                // Whoever ended it died over it. As it was seen it can only have been left by its
-                // session, so that existed then.
-                Record::ENDING if is_own(records, record.ended) => End::Seen(record.ended),
+                // Whoever ended it died over it. Had it been gone by then, evicted, and somebody changed
+                // the file since, nobody would know; that takes two deaths and an eviction in a second.
+                Record::ENDING => End::Seen(record.ended),
                 _ => End::Unseen,
             };
             Some((*vino, end))
@@ -747,9 +767,9 @@ impl<'a> Look<'a> {
     }
 }
 
-/// True if it is within a moment.
-fn soon(done: impl Fn() -> bool) -> bool {
-    let limit = Instant::now() + MOMENT;
+/// True if it is in time.
+fn within(limit: Duration, done: impl Fn() -> bool) -> bool {
+    let limit = Instant::now() + limit;
     while !done() {
         if Instant::now() > limit {
             return false;

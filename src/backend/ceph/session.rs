@@ -103,7 +103,10 @@ pub fn open(mut start: Start<'_>) -> Result<Opened, CephError> {
         let retainer = retainer.clone();
         move |vino, off, len| {
             warm.shared(vino);
-            if let Some(retainer) = retainer.get() {
+            // Of a part: it was truncated, for which nothing has to be flushed.
+            if let Some(retainer) = retainer.get()
+                && (off, len) == (0, 0)
+            {
                 retainer.given_back(vino);
             }
             frontend.stale(&identity(vino), off, len);
@@ -322,6 +325,11 @@ fn begin(
     let held = Held::find(&start.restore, |vino| find(client, vino));
     let gone = held.gone(&start.restore.pinned);
     held.hand_over(&ceph.handles, &ceph.pins);
+    let times = keeper.as_ref().map(|keeper| &keeper.times);
+    let mut times = times.unwrap_or(&start.restore.times).clone();
+    // What is written again brings its time along.
+    times.retain(|time| !vino(&time.identity).is_some_and(|vino| retain::is_written(&found, vino)));
+    set_times(client, &times, &ceph.superuser);
     if let Some(retainer) = &ceph.retainer {
         let ends = keeper.as_ref().map(|keeper| &keeper.ends);
         retainer.write_again(found, ends.unwrap_or(&Ends::new()));
@@ -330,9 +338,6 @@ fn begin(
             move || retainer.flush()
         });
     }
-    let times = keeper.as_ref().map(|keeper| &keeper.times);
-    let times = times.unwrap_or(&start.restore.times);
-    set_times(client, times, &ceph.superuser);
     let directories = each(&start.restore.directories, |id| find(client, vino(id)?));
     let _ = ceph
         .directories
