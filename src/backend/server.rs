@@ -42,9 +42,6 @@ const VAULT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Objects in one message.
 const GONE_MAX: usize = 256;
 
-/// A store may take this long to end what would outlive the process.
-pub const RETIRE_LIMIT: Duration = Duration::from_secs(30);
-
 /// Exit code of a backend that lost its store through no fault of a request (`EX_TEMPFAIL`).
 pub const EXIT_LOST: i32 = 75;
 
@@ -133,6 +130,7 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         session,
         ..Given::read(attachments, fds)?
     };
+    let retire_limit = given.options.retire_limit();
     let link = Arc::new(FrontendLink {
         conn: conn.clone(),
         next: AtomicU64::new(1),
@@ -188,7 +186,7 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
         }
     }
     if let Some(server) = serving.get() {
-        limit_retirement();
+        limit_retirement(retire_limit);
         server.backend.retire();
     }
     Ok(())
@@ -196,10 +194,10 @@ pub fn run(conn: Conn) -> Result<(), ServeError> {
 
 /// The front-end may be gone, and the store may not answer: ends this process if it has not ended by
 /// itself.
-fn limit_retirement() {
-    let limit = std::thread::Builder::new().name("limit".into());
-    let _ = limit.spawn(|| {
-        std::thread::sleep(RETIRE_LIMIT);
+fn limit_retirement(limit: Duration) {
+    let thread = std::thread::Builder::new().name("limit".into());
+    let _ = thread.spawn(move || {
+        std::thread::sleep(limit);
         tracing::error!("the store does not end its session; leaving it");
         sys::exit_now(1)
     });
@@ -215,6 +213,7 @@ fn keep(conn: &Arc<Conn>, link: Arc<FrontendLink>, given: Given) -> Result<(), S
     if let Some(bytes) = given.options.memory_limit {
         sys::limit_memory(bytes).map_err(ServeError::Memory)?;
     }
+    let retire_limit = given.options.retire_limit();
     let (teller, news) = mpsc::channel();
     let keeper = {
         let conn = conn.clone();
@@ -258,7 +257,7 @@ fn keep(conn: &Arc<Conn>, link: Arc<FrontendLink>, given: Given) -> Result<(), S
         // The thread lives until it is told no more, or the process ends.
         let _ = teller.send(told);
     }
-    limit_retirement();
+    limit_retirement(retire_limit);
     drop(teller);
     if keeper.join().is_err() {
         sys::exit_now(1);

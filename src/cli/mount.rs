@@ -62,6 +62,10 @@ pub struct Args {
     /// backend does
     #[arg(long)]
     standby: bool,
+    /// Seconds an unmount may take to write what was acknowledged before, and to end sessions
+    /// [default: 60]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    umount_flush: Option<Duration>,
     #[command(flatten)]
     ceph: CephArgs,
     /// Mount options, separated by commas: ro, suid, dev, noexec, noatime, allow_other
@@ -260,6 +264,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
             entry_timeout: args.entry_timeout,
             attr_timeout: args.attr_timeout,
             memory_limit: args.memory_limit,
+            umount_flush: args.umount_flush,
             ceph: options,
         },
         standby: args.standby,

@@ -165,8 +165,17 @@ pub struct BackendOptions {
     pub attr_timeout: Option<Duration>,
     /// Bytes of private memory a backend may have.
     pub memory_limit: Option<u64>,
+    /// How long an unmount may take to write what was acknowledged, and to end sessions of a store.
+    pub umount_flush: Option<Duration>,
     /// For a `ceph:` source.
     pub ceph: CephOptions,
+}
+
+impl BackendOptions {
+    /// How long a backend may take to end what would outlive it.
+    pub fn retire_limit(&self) -> Duration {
+        self.umount_flush.unwrap_or(Duration::from_secs(60))
+    }
 }
 
 /// How to connect to a Ceph cluster. Nothing secret is in it.

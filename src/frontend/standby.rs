@@ -9,7 +9,7 @@ use std::time::Instant;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::FrontendConfig;
-use super::supervisor::{SEND_LIMIT, SESSION_END_LIMIT, START_LIMIT, UNPIN_MAX, backoff, spawn};
+use super::supervisor::{SEND_LIMIT, START_LIMIT, UNPIN_MAX, backoff, spawn};
 use crate::control::blob;
 use crate::control::message::{
     Attachment, BackendMessage, FrontendMessage, PROTOCOL, Restore, SessionNames, common_protocol,
@@ -203,14 +203,14 @@ impl Standby {
     }
 
     /// Asks it to end, and waits for that. True if it ended in order, and its session with it.
-    pub fn end(&mut self) -> bool {
+    pub fn end(&mut self, limit: Duration) -> bool {
         self.start_at = None;
         let Some(mut process) = self.process.take() else {
             return false;
         };
         process.send(&FrontendMessage::Retire, &[]);
         let mut fds = [PollFd::new(process.pidfd.as_fd(), PollFlags::POLLIN)];
-        let limit = PollTimeout::try_from(SESSION_END_LIMIT).unwrap_or(PollTimeout::ZERO);
+        let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::ZERO);
         let _ = poll(&mut fds, limit);
         let _ = process.child.kill();
         match process.child.wait() {

@@ -26,7 +26,7 @@ use super::notify::Stale;
 use super::sessions::Sessions;
 use super::standby::{self, Standby};
 use crate::backend::VaultKey;
-use crate::backend::server::{EXIT_LOST, RETIRE_LIMIT};
+use crate::backend::server::EXIT_LOST;
 use crate::control::blob;
 use crate::control::message::{
     Attachment, LostLock, PROTOCOL, SessionNames, Writes, common_protocol,
@@ -49,8 +49,6 @@ pub(super) const START_LIMIT: Duration = Duration::from_secs(60);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A backend that was told to retire, or that closed its socket, has this long to exit.
 const EXIT_LIMIT: Duration = Duration::from_millis(500);
-/// As long as this if it has a session to end. Otherwise the store would wait for it for minutes.
-pub(super) const SESSION_END_LIMIT: Duration = RETIRE_LIMIT;
 /// Messages of a backend that are dealt with before anything else has its turn.
 const MESSAGES_PER_STEP: usize = 64;
 /// A backend that does not take an answer for this long is not worth waiting for.
@@ -171,7 +169,7 @@ impl Supervisor {
 
     /// Ends backend and standby: gently, then not.
     pub fn stop(&mut self) {
-        let deadline = Instant::now() + SESSION_END_LIMIT;
+        let deadline = Instant::now() + self.config.backend.retire_limit();
         self.end_standby(deadline);
         // The session of a backend that died would keep other clients waiting, so the next one ends it,
         // and then its own. That it was killed a moment ago may only be seen when it ends.
@@ -212,7 +210,7 @@ impl Supervisor {
         };
         if backend.conn.send(&FrontendMessage::Retire, &[]).is_ok() {
             let limit = if self.config.source.has_sessions() {
-                SESSION_END_LIMIT
+                self.config.backend.retire_limit()
             } else {
                 EXIT_LIMIT
             };
@@ -733,6 +731,7 @@ impl Supervisor {
 
     /// Ends the standby, as [`stop`](Supervisor::stop) ends the backend.
     fn end_standby(&mut self, deadline: Instant) {
+        let limit = self.config.backend.retire_limit();
         loop {
             let (Some(standby), Some(sessions)) = (&mut self.standby, &mut self.sessions) else {
                 return;
@@ -743,7 +742,7 @@ impl Supervisor {
                 self.step(Some(TICK));
                 continue;
             }
-            if standby.end() {
+            if standby.end(limit) {
                 sessions.standby_ended();
             }
             // Another one, if there has to be one, is told everything anew.
