@@ -918,6 +918,9 @@ fn object_stores_and_monitors_that_fail_are_waited_for() {
 
     cluster.kill("osd.0");
     a.kill_backend();
+    if long() {
+        sleep(Duration::from_secs(20));
+    }
     cluster.start_daemon("osd.0");
     load.goes_on("after an OSD died");
 

@@ -6,21 +6,22 @@
 //! allowed to do (all answers measured with 16.2.15):
 //!
 //! **May a write be retained?** Only as long as nobody else can have changed the file: with the right to
-//! write without telling anybody ([`may_cache`](super::client::File::may_cache)), before the write and after it, and if the
-//! version of the file grew by exactly one. Any other write is with the cluster when it is
-//! acknowledged, and nothing older of its file stays retained.
+//! write without telling anybody ([`may_cache`](super::client::File::may_cache)), before the write and
+//! after it, and if the version of the file grew by exactly one. Any other write is with the cluster
+//! when it is acknowledged, and nothing older of its file stays retained.
 //!
 //! **When is a write durable?** When a flush that began after it has succeeded, and then attributes
 //! could be asked of the server: a session that was evicted has dropped everything and says "done".
 //! A notice that others want the file makes a flush begin at once.
 //!
 //! **What if the session dies?** The metadata server lets nobody change the file as long as the dead
-//! session exists; before it is ended, somebody looks how the file is ([`Look`]). What was
-//! modified by somebody else by then, to whom this client gave the file after flushing it, is left alone. What changes after that, or after an eviction, met writes that the cluster never got: they
-//! are dropped, EIO tells every handle once, and `conflicts` and `dropped_bytes` count them. So it is
-//! with a file that somebody else has open for writing by now. Otherwise they are written again, in
-//! order, and the file has the time of the last of them. (Not noticed is only who opens the file for
-//! writing while that happens, a few milliseconds, and while a third has it open, too.)
+//! session exists; before it is ended, somebody looks how the file is ([`Look`]). What was modified by
+//! somebody else by then, to whom this client gave the file after flushing it, is left alone. What
+//! changes after that, or after an eviction, met writes that the cluster never got: they are dropped, EIO
+//! tells every handle once, and `conflicts` and `dropped_bytes` count them. So it is with a file that
+//! somebody else has open for writing by now. Otherwise they are written again, in order, and the file
+//! has the time of the last of them. (Not noticed is only who opens the file for writing while that
+//! happens, a few milliseconds, and while a third has it open, too.)
 //!
 //! Changes of attributes, but for sizes, are retained in the same way: the library only notes them down
 //! as well. What has still the value it had before gets the new one again; another value is somebody
@@ -31,7 +32,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -85,8 +86,8 @@ pub(super) struct Retainer {
     bell: Condvar,
     /// Held over a write and what is noted of it.
     busy: Stripes,
-    /// The session is about to be ended.
-    finished: AtomicBool,
+    /// Nothing is flushed any more: the session is about to be ended.
+    finished: Mutex<bool>,
 }
 
 /// What dead generations retained of one file.
@@ -143,7 +144,7 @@ impl Retainer {
             files: Mutex::default(),
             bell: Condvar::new(),
             busy: Stripes::default(),
-            finished: AtomicBool::new(false),
+            finished: Mutex::default(),
         })
     }
 
@@ -229,15 +230,16 @@ impl Retainer {
         let _alone = self.busy.lock(vino);
         let before = inode.known(&self.superuser)?;
         let mut change = Attributes::new(mask, &before, st);
+        let expected = Stamp {
+            version: before.version + 1,
+            ..Stamp::default()
+        };
         let added = self.log.add(&Change {
             session: self.session,
             identity: identity(vino),
             what: What::Attributes(change.as_bytes()),
             before: before.stamp(),
-            after: Stamp {
-                version: before.version + 1,
-                ..Stamp::default()
-            },
+            after: expected,
         });
         let Some((entry, sequence)) = added else {
             return Ok(false);
@@ -246,12 +248,15 @@ impl Retainer {
             self.log.remove(entry);
             return Err(errno);
         }
-        // Times that are to be now are known by now.
-        let after = inode.known(&self.superuser)?;
-        change.after = Values::of(&after);
-        self.log.set_data(entry, change.as_bytes());
-        self.log.set_after(entry, after.stamp());
-        self.note(vino, [(entry, sequence)], after.stamp());
+        let mut last = expected;
+        if let Ok(after) = inode.known(&self.superuser) {
+            // Times that are to be now are known by now.
+            change.after = Values::of(&after);
+            self.log.set_data(entry, change.as_bytes());
+            last = after.stamp();
+            self.log.set_after(entry, last);
+        }
+        self.note(vino, [(entry, sequence)], last);
         Ok(true)
     }
 
@@ -367,14 +372,16 @@ impl Retainer {
         let files = self.newest_of_all();
         // What cannot be written is reported and counted there.
         each(&files, |(vino, _)| self.settle(*vino));
-        self.finished.store(true, Ordering::Relaxed);
+        *self.finished.lock() = true;
     }
 
     /// Flushes what is old, or wanted, or too much, until [`finish`](Retainer::finish).
     pub(super) fn flush(&self) {
         loop {
             let due = self.due();
-            if self.finished.load(Ordering::Relaxed) {
+            // Held while there is something of the library in use: it must not outlive the session.
+            let finished = self.finished.lock();
+            if *finished {
                 return;
             }
             if due.len() <= ONE_BY_ONE {
