@@ -443,3 +443,24 @@ fn a_store_that_is_full_is_told_once_to_every_handle() {
     drop(file);
     mount.end();
 }
+
+#[test]
+fn a_write_that_kills_the_library_is_refused_and_not_done_again_with_what_is_retained() {
+    let mount = mount("/poison");
+    let file = file_on(&mount, "file");
+    write_retained(&mount, &file, 2, 0, 10_000);
+    mount.order("retaining", "abort always");
+    let refused = within(PATIENCE, "writing", {
+        let file = file.try_clone().unwrap();
+        move || errno(file.write_all_at(&[3; 5_000], 0))
+    });
+    mount.cancel("retaining");
+    assert_eq!(refused, Some(libc::EIO));
+    assert_eq!(mount.status().poisoned, 1);
+    let wanted = [(2, 10_000), (1, 90_000)];
+    assert_eq!(parts(&contents(&mount.path("file"))), wanted);
+    file.write_all_at(&[4; 10], 0).unwrap();
+    file.sync_all().unwrap();
+    drop(file);
+    mount.end();
+}

@@ -67,18 +67,20 @@ pub fn start() -> Option<String> {
     std::fs::read_to_string(orders.join("start-fails")).ok()
 }
 
-/// Before something that an earlier generation retained is written again: an order `retained` ends the
-/// process, once.
+/// At a place that has a name and no request: an order of that name ends the process. `retaining`: a
+/// change is retained and about to be made; `retained`: what an earlier generation retained is about to
+/// be done again.
 #[cfg(not(feature = "fault-points"))]
 #[inline]
-pub fn retained() {}
+pub fn at(_place: &str) {}
 
-/// Before something that an earlier generation retained is written again: an order `retained` ends the
-/// process, once.
+/// At a place that has a name and no request: an order of that name ends the process. `retaining`: a
+/// change is retained and about to be made; `retained`: what an earlier generation retained is about to
+/// be done again.
 #[cfg(feature = "fault-points")]
-pub fn retained() {
-    if orders().is_some_and(|orders| std::fs::remove_file(orders.join("retained")).is_ok()) {
-        let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
+pub fn at(place: &str) {
+    if let Some(orders) = orders() {
+        obey(&orders.join(place));
     }
 }
 
@@ -94,29 +96,34 @@ pub fn point(place: Place, request: &Request<'_>) {
         names.push(format!("{general}@{}", name.to_string_lossy()));
     }
     for name in names {
-        let order = orders.join(name);
-        let Ok(text) = std::fs::read_to_string(&order) else {
-            continue;
-        };
-        let mut words = text.split_whitespace();
-        let action = words.next().unwrap_or("kill");
-        match words.next().map(|count| (count, count.parse::<u32>())) {
-            Some(("always", _)) => {}
-            Some((_, Ok(count))) if count > 1 => {
-                let _ = std::fs::write(&order, format!("{action} {}", count - 1));
-            }
-            _ if std::fs::remove_file(&order).is_err() => continue, // another thread was faster
-            _ => {}
+        obey(&orders.join(name));
+    }
+}
+
+/// Carries out an order, if it is there.
+#[cfg(feature = "fault-points")]
+fn obey(order: &std::path::Path) {
+    let Ok(text) = std::fs::read_to_string(order) else {
+        return;
+    };
+    let mut words = text.split_whitespace();
+    let action = words.next().unwrap_or("kill");
+    match words.next().map(|count| (count, count.parse::<u32>())) {
+        Some(("always", _)) => {}
+        Some((_, Ok(count))) if count > 1 => {
+            let _ = std::fs::write(order, format!("{action} {}", count - 1));
         }
-        match action {
-            "abort" => std::process::abort(),
-            "eat" => eat(),
-            "hang" => loop {
-                std::thread::park();
-            },
-            _ => {
-                let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
-            }
+        _ if std::fs::remove_file(order).is_err() => return, // another thread was faster
+        _ => {}
+    }
+    match action {
+        "abort" => std::process::abort(),
+        "eat" => eat(),
+        "hang" => loop {
+            std::thread::park();
+        },
+        _ => {
+            let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
         }
     }
 }

@@ -93,6 +93,10 @@ pub struct Record {
     unit: u32,
     /// `Record::*`: what [`ended`](Record::ended) says.
     pub end: u32,
+    /// Not 0: the change was carried out, and so it may have been acknowledged. Otherwise its request
+    /// is still there, and it is the request that is done again.
+    pub done: u32,
+    reserved: u32,
     /// The session it was made in.
     pub session: u64,
     /// Before the change.
@@ -339,6 +343,8 @@ impl Log {
             given_back: 0,
             unit,
             end: Record::NOT_ENDED,
+            done: 0,
+            reserved: 0,
             session,
             before,
             after,
@@ -359,6 +365,14 @@ impl Log {
         self.file
             .memory
             .write(Retained::data_at(record.unit), bytes);
+    }
+
+    /// The change was carried out, and how the file is after it.
+    pub fn set_done(&self, entry: Entry, after: Stamp) {
+        self.set_after(entry, after);
+        let at = Retained::record_at(entry.0) + offset_of!(Record, done);
+        // SYNC: the data of the change before the word that says so.
+        self.file.memory.u32(at).store(1, Ordering::Release);
     }
 
     /// How the file is after the change.

@@ -103,10 +103,15 @@ enum Outcome {
     Failed(Errno),
 }
 
-/// Sorts what was found by file.
+/// Sorts what was found by file. What was not carried out is left to its request, which is still there:
+/// it may be what the library died of.
 pub(super) fn by_file(log: &Log, found: Vec<(Entry, Record)>) -> Found {
     let mut files = Found::new();
     for (entry, record) in found {
+        if record.done == 0 {
+            log.remove(entry);
+            continue;
+        }
         match vino(&record.identity) {
             Some(vino) => files.entry(vino).or_default().push((entry, record)),
             None => {
@@ -166,20 +171,11 @@ impl Retainer {
         if self.is_behind(vino, before) {
             self.settle(vino)?;
         }
-        let expected = Stamp {
-            version: before.version + 1,
-            ..Stamp::default()
-        };
-        let added = self.log.add(&Change {
-            session: self.session,
-            identity: identity(vino),
-            what: What::Write(data, offset),
-            before,
-            after: expected,
-        });
+        let (expected, added) = self.retain(vino, What::Write(data, offset), before);
         let Some((entry, sequence)) = added else {
             return self.write_through(open, data, offset);
         };
+        fault::at("retaining");
         let written = write_all(&open.file, data, offset);
         match written {
             Ok(0) | Err(_) => {
@@ -189,7 +185,7 @@ impl Retainer {
             Ok(len) => self.log.shorten(entry, len),
         }
         let after = open.inode.stamp(true, &self.superuser).unwrap_or(expected);
-        self.log.set_after(entry, after);
+        self.log.set_done(entry, after);
         self.note(vino, [(entry, sequence)], after);
         if after.version != expected.version || !open.file.may_cache(true) {
             self.settle(vino)?;
@@ -230,17 +226,8 @@ impl Retainer {
         let _alone = self.busy.lock(vino);
         let before = inode.known(&self.superuser)?;
         let mut change = Attributes::new(mask, &before, st);
-        let expected = Stamp {
-            version: before.version + 1,
-            ..Stamp::default()
-        };
-        let added = self.log.add(&Change {
-            session: self.session,
-            identity: identity(vino),
-            what: What::Attributes(change.as_bytes()),
-            before: before.stamp(),
-            after: expected,
-        });
+        let what = What::Attributes(change.as_bytes());
+        let (expected, added) = self.retain(vino, what, before.stamp());
         let Some((entry, sequence)) = added else {
             return Ok(false);
         };
@@ -254,10 +241,26 @@ impl Retainer {
             change.after = Values::of(&after);
             self.log.set_data(entry, change.as_bytes());
             last = after.stamp();
-            self.log.set_after(entry, last);
         }
+        self.log.set_done(entry, last);
         self.note(vino, [(entry, sequence)], last);
         Ok(true)
+    }
+
+    /// Retains a change that is about to be made, if there is room. Returns how the file is then.
+    fn retain(&self, vino: Vino, what: What<'_>, before: Stamp) -> (Stamp, Option<(Entry, u64)>) {
+        let after = Stamp {
+            version: before.version + 1,
+            ..Stamp::default()
+        };
+        let added = self.log.add(&Change {
+            session: self.session,
+            identity: identity(vino),
+            what,
+            before,
+            after,
+        });
+        (after, added)
     }
 
     /// Something else than the last retained write has modified the file.
@@ -549,7 +552,7 @@ impl Retainer {
                 self.log.renew(*entry, self.session, now, expected);
             }
         }
-        fault::retained();
+        fault::at("retained");
         for (_, record) in records {
             if record.kind != Record::WRITE {
                 self.set_attributes_again(&inode, record)?;
